@@ -111,12 +111,13 @@ async def disturb(
         browsers = [process for process in pool._all if process.alive]
         if not browsers:
             continue
-        main, *driver = luck.choice(browsers)._pids
-        target = {"driver killed": driver[0], "some process killed": luck.choice(found)}.get(kind, main)
+        (driver,) = luck.choice(browsers)._driver
         try:
+            main = int(Path(f"/proc/{driver}/task/{driver}/children").read_text().split()[0])
+            target = {"driver killed": driver, "some process killed": luck.choice(found)}.get(kind, main)
             os.kill(target, signal.SIGSTOP if kind == "browser stopped" else signal.SIGKILL)
             result.kinds[kind] += 1
-        except ProcessLookupError:
+        except (OSError, IndexError):  # it has ended
             pass
 
 

@@ -27,7 +27,7 @@ from vlmrl.env.tool_calls import Schema, tool_name
 from vlmrl.env.tools import ToolEnv
 from vlmrl.multimodal.images import MOST_PIXELS, DecodedImage, frozen_image
 from vlmrl.types import Message, Task
-from vlmrl.utils.marked_processes import MARK, kill_processes, marked_processes
+from vlmrl.utils.marked_processes import MARK, kill_marked
 from vlmrl.utils.require import import_extra
 from vlmrl.utils.work_pool import cpu_pool
 
@@ -108,7 +108,7 @@ class McpEnv(ToolEnv):
             await asyncio.wait([self._holder])
         finally:
             if not self._holder.done():  # closing took longer than a call may: the client gives a command six seconds
-                kill_processes(marked_processes(self._mark))
+                kill_marked(self._mark)
             self._holder.cancel()
 
     async def _hold(self, opened: asyncio.Future[Any]) -> None:

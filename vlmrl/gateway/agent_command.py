@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vlmrl.gateway import command_guard
 from vlmrl.gateway.command_log import CommandLog
-from vlmrl.utils.marked_processes import MARK, kill_processes, marked_processes
+from vlmrl.utils.marked_processes import MARK, kill_marked
 
 KILL_SECONDS = 5.0  # from SIGTERM to SIGKILL
 READ_BYTES = 65536
@@ -66,7 +66,7 @@ class AgentCommands:
                     process.terminate()
                     process.send_signal(signal.SIGCONT)  # the command may have stopped its parent
                 await process.wait()
-                kill_processes(await asyncio.to_thread(marked_processes, mark))
+                await asyncio.to_thread(kill_marked, mark)
         finally:
             if lifeline in self._lifelines:
                 self._cut(lifeline)

@@ -1,24 +1,43 @@
-"""Finds processes by a mark in their environment, which all processes inherit that they start."""
+"""Finds and kills processes by a mark in their environment, which all processes inherit that they start."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "VLMRL_PROCESS_MARK"
+KILL_SECONDS = 5.0  # a process that waits for a disk or a file server does not end before that
+ENVIRONMENT = slice(47, 49)  # the fields of /proc/PID/stat from its state on that say where it begins and ends
 
 
-def marked_processes(mark: str) -> list[int]:
-    """The processes whose environment has ``VLMRL_PROCESS_MARK=mark``; empty where there is no /proc."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if f"{MARK}={mark}".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+def kill_marked(mark: str) -> None:
+    """Kill all processes whose environment has ``VLMRL_PROCESS_MARK=mark``. Returns when none is found, or after some seconds.
+
+    Each look may miss one that was just started, so the last one has found none. Does nothing where there is no /proc.
+    """
+    entry, until = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS
+    while time.monotonic() < until:
+        looks = {int(path.name): _is_marked(path, entry) for path in Path("/proc").glob("[0-9]*")}
+        kill_processes(pid for pid, marked in looks.items() if marked)
+        if all(marked is False for marked in looks.values()):
+            return
+        time.sleep(0.001)
+
+
+def _is_marked(process: Path, entry: bytes) -> bool | None:
+    """Whether a process has the mark; None while it replaces its program, when its environment cannot be read."""
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        if environment := (process / "environ").read_bytes():
+            return entry in environment
+        (process / "exe").readlink()  # a zombie and a thread of the kernel have none
+        begin, end = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[ENVIRONMENT]
+        if begin != end or end == "0":  # it is not empty, or not yet there
+            return None
+    return False
 
 
 def kill_processes(processes: Iterable[int]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from vlmrl.utils.marked_processes import MARK, kill_processes, marked_processes
+from vlmrl.utils.marked_processes import MARK, kill_marked, kill_processes
 from vlmrl.utils.require import import_extra
 
 START_SECONDS, PING_SECONDS, STOP_SECONDS = 60.0, 10.0, 5.0
@@ -61,7 +61,7 @@ def check_temporary_folder() -> None:
 class ChromiumProcess:
     """A running Chromium. ``alive`` turns false when it ends; ``on_end`` is then called once."""
 
-    def __init__(self, playwright: Any, handle: Any, control: Any, pids: list[int], mark: str) -> None:
+    def __init__(self, playwright: Any, handle: Any, control: Any, driver: set[int], main: int, mark: str) -> None:
         self.handle = handle
         self.alive = True
         self.retired = False  # it gets no new tabs
@@ -69,9 +69,9 @@ class ChromiumProcess:
         self.ended = asyncio.Event()  # the pool has no use for it any more
         self._playwright = playwright
         self._control = control
-        self._pids = pids  # of Chromium's main process, and of its driver
+        self._driver = driver  # its process; Chromium's have the mark
         self._mark = mark
-        self._folders = _folders(pids[0])
+        self._folders = _folders(main)
 
     @classmethod
     async def start(cls, program: str, on_end: Callable[[ChromiumProcess], None]) -> ChromiumProcess:
@@ -88,8 +88,8 @@ class ChromiumProcess:
         except BaseException:
             await _stop(playwright, driver, mark)
             raise
-        main = [info["id"] for info in infos if info["type"] == "browser"]
-        self = cls(playwright, handle, control, [*main, *driver], mark)
+        (main,) = (info["id"] for info in infos if info["type"] == "browser")
+        self = cls(playwright, handle, control, driver, main, mark)
 
         def ended(*_: Any) -> None:
             self.alive = False
@@ -116,17 +116,18 @@ class ChromiumProcess:
         """End all its processes: at once with ``kill``, else by their own shutdown, for which they get some seconds."""
         self.alive, self.retired = False, True
         if kill:
-            kill_processes(self._pids[:1])
+            await asyncio.to_thread(kill_marked, self._mark)
         with contextlib.suppress(Exception):
             async with asyncio.timeout(STOP_SECONDS):
                 await self.handle.close()
-        await _stop(self._playwright, self._pids, self._mark)
+        await _stop(self._playwright, self._driver, self._mark)
         await asyncio.to_thread(self._remove_folders)
 
     def kill_now(self) -> None:
         """End its processes without waiting for them."""
         self.alive = False
-        kill_processes([*self._pids, *marked_processes(self._mark)])
+        kill_marked(self._mark)
+        kill_processes(self._driver & set(_drivers()))
         self._remove_folders()
 
     def _remove_folders(self) -> None:
@@ -134,12 +135,12 @@ class ChromiumProcess:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _stop(playwright: Any, pids: Iterable[int], mark: str) -> None:
+async def _stop(playwright: Any, driver: set[int], mark: str) -> None:
     with contextlib.suppress(Exception):
         async with asyncio.timeout(STOP_SECONDS):
             await playwright.stop()
-    kill_processes(pids)
-    kill_processes(await asyncio.to_thread(marked_processes, mark))
+    kill_processes(driver & set(_drivers()))  # its number may have been given again
+    await asyncio.to_thread(kill_marked, mark)
 
 
 def _drivers() -> list[int]:
