@@ -32,7 +32,7 @@ from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model import tiny
 from vlmrl.model.loading import LoadedModel
-from vlmrl.multimodal.renderer import expand
+from vlmrl.multimodal.placeholders import expand
 from vlmrl.train.packing import pack, per_token, split
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample

@@ -12,7 +12,7 @@ from acceptance.report import NotTried, Report, gib, require
 
 from vlmrl.config import Algo, Config, Data, Lora, Optim, Rollout, Train
 from vlmrl.model.loading import LoadedModel
-from vlmrl.multimodal.renderer import image_ids
+from vlmrl.multimodal.placeholders import image_ids
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
 

@@ -18,7 +18,7 @@ from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model import tiny
 from vlmrl.model.loading import LoadedModel, shapes_of
-from vlmrl.multimodal.renderer import expand
+from vlmrl.multimodal.placeholders import expand
 from vlmrl.types import Sample
 
 

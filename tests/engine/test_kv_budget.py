@@ -32,7 +32,7 @@ from vlmrl.engine.hf.sampling import RandomNumbers
 from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.model import tiny
 from vlmrl.model.loading import LoadedModel
-from vlmrl.multimodal.renderer import expand
+from vlmrl.multimodal.placeholders import expand
 from vlmrl.types import Completion
 
 

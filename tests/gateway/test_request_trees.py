@@ -25,7 +25,8 @@ from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.multimodal.openai_messages import openai_messages
-from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.rollout.message_images import load_images
 from vlmrl.samples import audit, emit
 from vlmrl.types import MediaItem, Trajectory

@@ -19,7 +19,7 @@ from PIL import Image
 from testing import simulated_step
 from vlmrl.config import Config, Model, Rollout, Train
 from vlmrl.model.loading import load_reader
-from vlmrl.multimodal.renderer import image_ids
+from vlmrl.multimodal.placeholders import image_ids
 from vlmrl.plan.gpus import KNOWN
 from vlmrl.plan.memory_plan import MemoryPlan, sizes_of_model
 from vlmrl.plan.phases import micro_batch_size

@@ -32,7 +32,7 @@ from vlmrl.families.base import Family
 from vlmrl.model.loading import LoadedModel, load_model, shapes_of
 from vlmrl.multimodal.mm_inputs import merge_mm_inputs
 from vlmrl.multimodal.pixel_memory import PixelMemory
-from vlmrl.multimodal.renderer import collapse, expand, image_ids, image_spans
+from vlmrl.multimodal.placeholders import collapse, expand, image_ids, image_spans
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.train.packing import Packed, response_logprobs
 from vlmrl.types import MediaItem, Message, MicroBatch, Sample

@@ -15,7 +15,7 @@ from vlmrl.config import Algo, Lora, Model, Optim
 from vlmrl.families.qwen3_5 import Qwen35
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.policy import Policy
-from vlmrl.multimodal.renderer import image_ids
+from vlmrl.multimodal.placeholders import image_ids
 from vlmrl.train.packing import pack, split
 from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Sample

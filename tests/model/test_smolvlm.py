@@ -21,7 +21,8 @@ from vlmrl.config import Lora, Model
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.tiny import TEMPLATE, build
 from vlmrl.multimodal.mm_inputs import merge_mm_inputs
-from vlmrl.multimodal.renderer import Renderer, collapse, expand, image_spans
+from vlmrl.multimodal.placeholders import collapse, expand, image_spans
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.multimodal.store import MediaStore
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from vlmrl.engine.server_scores import TeacherScores
 from vlmrl.families import FAMILIES
 from vlmrl.model import divergence
 from vlmrl.model.policy import Policy
-from vlmrl.multimodal.renderer import image_ids
+from vlmrl.multimodal.placeholders import image_ids
 from vlmrl.run.teaching import skip_padded
 from vlmrl.train.packing import collate, response_logprobs
 from vlmrl.train.trainer import TrainerSpec

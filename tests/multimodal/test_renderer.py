@@ -33,7 +33,8 @@ from tokenizers import AddedToken, processors
 
 from vlmrl.model import tiny
 from vlmrl.multimodal import renderer as renderer_module
-from vlmrl.multimodal.renderer import Renderer, TooLongError, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Renderer, TooLongError
 from vlmrl.multimodal.tokenizer_backends import JOINED_BY_NFC
 
 VISION = f"<|vision_start|>{PAD}<|vision_end|>"
@@ -272,6 +273,15 @@ def test_a_template_that_rewrites_earlier_messages_is_refused():
         ValueError, match=r"rewrites earlier messages .* rendered '<\|im_start\|>3\..* had '<\|im_start\|>2\."
     ):
         renderer.delta([user("x")])
+
+
+def test_a_template_that_writes_the_time_writes_that_of_the_run_s_start():
+    """Else no observation could be appended after midnight, where a template writes the date."""
+    template = "{% if strftime_now is defined %}{{ strftime_now( '%d %b %S.%f' ) }}{% endif %}{% for m in messages %}"
+    template += "<|im_start|>{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+    renderer = Renderer(tiny.tokenizer(), chat_template=template)
+    assert renderer.delta([user("x")]) == renderer.delta([user("x")])
+    assert renderer.conversation([user("x")])[0] == renderer.prompt([user("x")])
 
 
 def test_a_template_without_end_of_turn_and_a_tokenizer_without_template_are_refused():

@@ -13,7 +13,7 @@ from testing.trees import noise
 from vlmrl.config import Algo, Cluster, Config, Lora, Model, Optim, Rollout, ServerSettings, Train
 from vlmrl.model.loading import largest_image_of, load_model, shapes_of
 from vlmrl.multimodal.mm_inputs import merge_mm_inputs
-from vlmrl.multimodal.renderer import expand
+from vlmrl.multimodal.placeholders import expand
 from vlmrl.plan.memory_plan import MemoryPlan, Sizes, plan_memory
 from vlmrl.train.ranks import Ranks
 

@@ -30,7 +30,8 @@ from testing.templates import DROP_THINKING, TEMPLATES, episode_ids, full_text, 
 
 from vlmrl import Env, obs
 from vlmrl.config import Rollout
-from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.rollout.history import Rerender, resolve_policy
 from vlmrl.rollout.history_policies import drop_thinking, keep_last_images, last_turns
 from vlmrl.samples import audit, concat, emit, merge_prefixes, step_wise

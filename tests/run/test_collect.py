@@ -16,7 +16,7 @@ from testing.fakes import make_trajectory
 from vlmrl import Env, load_run, obs
 from vlmrl.cli import main as cli
 from vlmrl.config.collection import Keep
-from vlmrl.multimodal.renderer import collapse
+from vlmrl.multimodal.placeholders import collapse
 from vlmrl.report.viewer.followed_run import FollowedRun
 from vlmrl.report.viewer.page import write_snapshot
 from vlmrl.run.episode_rows import collected_fields, episode_row, read_recorded, write_episodes

@@ -19,7 +19,8 @@ from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.chat import ChatRequest, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.gateway.gateway_server import GatewayServer
-from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.samples import audit, emit
 from vlmrl.types import Message, Sample, Task, Trajectory

@@ -23,7 +23,7 @@ from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.server import Server, ServerError
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import Limits, ServerPool
-from vlmrl.multimodal.renderer import expand
+from vlmrl.multimodal.placeholders import expand
 from vlmrl.run.build import Run
 from vlmrl.train.packing import response_logprobs
 from vlmrl.types import Completion, Sample

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlmrl.config import Algo, Config, Model, Optim, Train
 from vlmrl.model.loading import LoadedModel, load_model
-from vlmrl.multimodal.renderer import image_ids
+from vlmrl.multimodal.placeholders import image_ids
 from vlmrl.train.controller import Commands, RunTrainer, join_process_group, run_commands
 from vlmrl.train.rank import Rank
 from vlmrl.train.ranks import Ranks

@@ -18,7 +18,7 @@ from vlmrl.config import Config, Data, Model, Rollout, ServerSettings, Train
 from vlmrl.engine.base import Request, SamplingParams, paused
 from vlmrl.engine.server import Server
 from vlmrl.env.base import Env, obs
-from vlmrl.multimodal.renderer import expand
+from vlmrl.multimodal.placeholders import expand
 from vlmrl.run.build import Run, build_run
 from vlmrl.samples import audit, concat
 from vlmrl.train.packing import response_logprobs

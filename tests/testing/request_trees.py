@@ -20,7 +20,8 @@ from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.gateway.request_tree import message_of_response
 from vlmrl.multimodal.images import content_hash, data_uri, load_image
 from vlmrl.multimodal.messages import images_of, parts_of_message
-from vlmrl.multimodal.renderer import Renderer, expand, image_spans
+from vlmrl.multimodal.placeholders import expand, image_spans
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import Completion, ExpertRouting, MediaItem, Message
 
 KINDS = [

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vlmrl.config import Algo, Optim
 from vlmrl.model.loading import LoadedModel
-from vlmrl.multimodal.renderer import image_ids
+from vlmrl.multimodal.placeholders import image_ids
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import MediaItem, Sample
 

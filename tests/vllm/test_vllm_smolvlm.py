@@ -12,7 +12,7 @@ from testing.vllm_servers import vllm_config
 
 from vlmrl.config import Lora
 from vlmrl.model import tiny
-from vlmrl.multimodal.renderer import image_ids
+from vlmrl.multimodal.placeholders import image_ids
 
 
 def config_of(folder, **settings):

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams, paused
-from vlmrl.multimodal.renderer import collapse, image_spans
+from vlmrl.multimodal.placeholders import collapse, image_spans
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.samples import step_wise
 from vlmrl.types import MediaItem, Sample, Trajectory

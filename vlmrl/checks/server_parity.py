@@ -21,7 +21,8 @@ from vlmrl.engine.server_backend import ServerBackend
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_response import BadResponse
 from vlmrl.engine.server_sync import Send, WeightSync
-from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import Completion, Sample
 

@@ -174,7 +174,7 @@ class KeyboardResponses:
 
 def _print(console: Terminal, trajectory: Trajectory, renderer: Renderer) -> None:
     """Print one episode. Prompts of `rollout.generate` exist only as tokens and are decoded."""
-    from vlmrl.multimodal.renderer import collapse
+    from vlmrl.multimodal.placeholders import collapse
     from vlmrl.report.records import messages_text
 
     console.print(f"\n[bold]task {escape(trajectory.task.id)}[/bold]  answer {escape(repr(trajectory.task.answer))}")

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from vlmrl.engine.base import Request
-from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import Completion
 
 

@@ -16,7 +16,8 @@ from vlmrl.engine.server_backend import Attempt, Call, Scored, ScoreRequest
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.server_response import BadResponse, is_logprob, sampled_logprobs
-from vlmrl.multimodal.renderer import Renderer, collapse
+from vlmrl.multimodal.placeholders import collapse
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import Sample
 
 ROUNDING = 0.05  # of logprobs and probabilities that a server computes in bfloat16

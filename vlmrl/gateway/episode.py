@@ -24,7 +24,8 @@ from vlmrl.gateway.request_tree import Found, RequestTree
 from vlmrl.gateway.responses import split_response
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.multimodal.messages import images_of, is_long
-from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.message_images import load_answer_images, load_images
 from vlmrl.rollout.record import Prompt, TurnRecorder

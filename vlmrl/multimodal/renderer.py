@@ -8,8 +8,8 @@ Text from datasets, users, tools and retrievers is data: an added token of the t
 or ``<tool_call>``, is encoded as plain text. What the template writes is encoded as tokens, and so are ``<tool_call>`` and ``<think>``
 in the assistant's own messages.
 
-Rendered ids hold one placeholder per image, as engines expect them. :func:`expand` gives the form that models are trained on, with
-all tokens of each image: a placeholder per visual token, and the separators of the model's family.
+Rendered ids hold one placeholder per image, as engines expect them; `placeholders.py` converts them to the form that models are
+trained on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from itertools import chain, groupby, pairwise
 from typing import Any
@@ -30,7 +31,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from vlmrl.multimodal.added_tokens import ESCAPE, AddedTokens
 from vlmrl.multimodal.messages import characters_of, kind_of_part, map_texts, parts_of_message, tools_as_user
 from vlmrl.multimodal.tokenizer_backends import backends_of, ids_of_text, most_characters
-from vlmrl.types import ImageSource, MediaItem, Message
+from vlmrl.types import ImageSource, Message
 from vlmrl.utils.kept import Kept
 
 BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
@@ -93,6 +94,7 @@ class Renderer:
         self._keeps_heads = self._most_characters is not None and _cuts_cleanly(tokenizer, self.end_of_turn_id)
         self._texts: dict[int, str] = {}
         self._image: str | None = None
+        self._template = _with_times(self.chat_template)
         self._takes_strings = True
         self._takes_strings = self.write(BASE, None) != self.write([m | {"content": ","} for m in BASE], None)
         self.opening = self._find_opening()
@@ -214,7 +216,7 @@ class Renderer:
             marked: Any = render_jinja_template(
                 [self._as_taken(clean)],
                 tools=self.clean_tools(tools),  # type: ignore[arg-type]
-                chat_template=MARKED + self.chat_template,
+                chat_template=MARKED + self._template,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
@@ -297,7 +299,7 @@ class Renderer:
         return self.tokenizer.apply_chat_template(
             self._as_taken(messages),
             tools=tools,
-            chat_template=self.chat_template,
+            chat_template=self._template,
             tokenize=False,
             add_generation_prompt=generate,
         )
@@ -388,63 +390,13 @@ class Renderer:
         return parts
 
 
+def _with_times(template: str) -> str:
+    """The template with today's date in place of each request for it: midnight in a run must not rewrite earlier messages."""
+    now = datetime.now()
+    return re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda found: repr(now.strftime(found[2])), template)
+
+
 def _cuts_cleanly(tokenizer: Any, token_id: int) -> bool:
     """Whether the ids of a text are those of what is up to a token of this id, and of what is after it."""
     token = tokenizer.added_tokens_decoder.get(token_id)
     return token is not None and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
-
-
-def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
-    """Replace each image's placeholder by all tokens of the image: ``[1, P, 2]`` with an image of 3 tokens is ``[1, P, P, P, 2]``.
-
-    Raises ValueError if there are images, but not as many as placeholders.
-    """
-    ids, done = list(token_ids), 0
-    if not media:
-        return ids
-    assert image_token_id is not None  # a text model has no images
-    if (count := ids.count(image_token_id)) != len(media):
-        raise ValueError(f"the ids hold {count} image placeholders, but there are {len(media)} images.")
-    expanded: list[int] = []
-    for item in media:
-        place = ids.index(image_token_id, done)
-        expanded += ids[done:place] + image_ids(item, image_token_id)
-        done = place + 1
-    return expanded + ids[done:]
-
-
-def collapse(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
-    """The reverse of :func:`expand`: ``[1, P, P, P, 2]`` with an image of 3 tokens is ``[1, P, 2]``."""
-    collapsed: list[int] = []
-    done = 0
-    for start, end in image_spans(token_ids, image_token_id, media):
-        assert image_token_id is not None  # a text model has no images
-        collapsed += [*token_ids[done:start], image_token_id]
-        done = end
-    return [*collapsed, *token_ids[done:]]
-
-
-def image_ids(item: MediaItem, image_token_id: int) -> list[int]:
-    """The tokens that stand for an image in an expanded prompt."""
-    ids = [image_token_id] * item.num_tokens
-    for offset, separator in item.separators.items():
-        ids[offset] = separator
-    return ids
-
-
-def image_spans(
-    token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]
-) -> list[tuple[int, int]]:
-    """Where each image's tokens begin and end in expanded ids: ``[1, P, P, P, 2]`` with an image of 3 tokens has ``[(1, 4)]``.
-
-    Only each image's first placeholder is searched for; :func:`vlmrl.samples.audit` checks the rest. Raises ValueError if
-    ``token_ids`` contain fewer images than ``media``.
-    """
-    spans: list[tuple[int, int]] = []
-    ids, done = list(token_ids), 0
-    for item in media:
-        before = next(offset for offset in range(item.num_tokens) if offset not in item.separators)
-        start = ids.index(image_token_id, done + before) - before  # type: ignore[arg-type]
-        done = start + item.num_tokens
-        spans.append((start, done))
-    return spans

@@ -23,7 +23,8 @@ from vlmrl.config import Rollout, name_of
 from vlmrl.config.code import load_code
 from vlmrl.engine.base import Engine, EngineError
 from vlmrl.multimodal.images import copy_on_write
-from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.record import Prompt, TurnRecorder
 from vlmrl.rollout.sampler import AbortedError, Sampler

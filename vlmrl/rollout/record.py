@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vlmrl.multimodal.renderer import image_spans
+from vlmrl.multimodal.placeholders import image_spans
 from vlmrl.types import Completion, Context, ExpertRouting, MediaItem, Message, ReceivedRequest, Trajectory, Turn
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams, generate_within
-from vlmrl.multimodal.renderer import collapse
+from vlmrl.multimodal.placeholders import collapse
 from vlmrl.rollout.record import Prompt, TurnRecorder
 from vlmrl.types import Completion, Ending, Turn
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from vlmrl.config import name_of
 from vlmrl.multimodal.messages import copied, same_messages
-from vlmrl.multimodal.renderer import Rendered, Renderer, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.history import response_message
 from vlmrl.types import MediaItem, Message, ResponseSpan, Sample, Task, Trajectory

@@ -19,7 +19,8 @@ from vlmrl.env.base import EnvSpec, RetryTurn
 from vlmrl.env.session import EnvContractError, EnvError, EnvSession, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.multimodal.masks import RowError
-from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, response_message
 from vlmrl.rollout.message_images import load_answer_images, load_images

@@ -15,7 +15,7 @@ from itertools import chain, groupby, pairwise
 import numpy as np
 
 from vlmrl.model.expert_routing import ExpertRouters, indices_from_routing
-from vlmrl.multimodal.renderer import image_ids, image_spans
+from vlmrl.multimodal.placeholders import image_ids, image_spans
 from vlmrl.samples.audit_origin import TOLERANCE, AuditError, check_origin
 from vlmrl.types import Sample, Trajectory
 

@@ -8,7 +8,8 @@ from itertools import chain
 
 from vlmrl.multimodal.images import ImageError
 from vlmrl.multimodal.masks import MaskedRow, RowError, check_length, masked_rows
-from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import MediaItem, ResponseSpan, Sample, Task, Trajectory
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vlmrl.families.base import Family
-from vlmrl.multimodal.renderer import image_spans
+from vlmrl.multimodal.placeholders import image_spans
 from vlmrl.types import MediaItem, Sample
 
 

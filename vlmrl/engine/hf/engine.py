@@ -27,7 +27,8 @@ from vlmrl.engine.hf.features import ImageFeatureCache
 from vlmrl.engine.hf.rows import KeptRows, RequestRow, complete, fail
 from vlmrl.engine.hf.sampling import RandomNumbers
 from vlmrl.model.policy import Policy
-from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.placeholders import expand
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import Completion
 from vlmrl.utils.current_gpu import current_gpu
 from vlmrl.utils.part_seconds import PartSeconds
