@@ -204,8 +204,8 @@ class McpEnv(ToolEnv):
 
 
 async def _unchecked(name: str, result: Any) -> None:
-    """In place of the client's check of a result by the tool's output schema: the model reads any result, and a pattern of the server's
-    (``^(a+)+$``) would hold up the event loop, and so the run, for ever."""
+    """In place of the client's check of a result by the tool's output schema: the model reads any result, and a pattern of the
+    server's (``^(a+)+$``) would hold up the event loop, and so the run, for ever."""
 
 
 def _excess(size: JsonSize) -> str:
