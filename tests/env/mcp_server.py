@@ -4,6 +4,7 @@ import base64
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,13 @@ def add(a: int, b: int) -> int:
 def whoami() -> str:
     """The id of the server process."""
     return str(os.getpid())
+
+
+@server.tool()
+def leave() -> str:
+    """Leave a process behind, as a shell's `setsid sleep 3600 &` does; its id."""
+    none = subprocess.DEVNULL
+    return str(subprocess.Popen(["sleep", "3600"], start_new_session=True, stdin=none, stdout=none, stderr=none).pid)
 
 
 @server.tool()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from testing.browser import need_chromium
-from testing.browsers import click, opened, page_env
+import asyncio
+from typing import Any
 
+import pytest
+from aiohttp import web
+from testing.browser import need_chromium
+from testing.browsers import call, click, opened, page_env
+from testing.servers import answering
+
+from vlmrl import BrowserEnv
 from vlmrl.env.browser.browser_pool import BrowserFailure
 
 pytestmark = pytest.mark.slow
@@ -55,3 +61,71 @@ async def test_a_page_with_endless_dialogs_fails_alone(tmp_path):
         _, done, info = await other.step(click(500, 500))
         assert done and info["reward"] == 1
         assert other._pool.counts["hung"] == 0
+
+
+def site(url: str) -> type[BrowserEnv]:
+    return type("Site", (BrowserEnv,), {"page": f"{url}/"})
+
+
+def test_a_redirect_of_the_pages_server_leads_to_no_other_server():
+    """The browser follows redirects without asking: only the proxy that does not exist is in their way."""
+    reached: list[str] = []
+
+    async def elsewhere(request: web.Request) -> web.StreamResponse:
+        reached.append(request.path)
+        return web.Response(headers={"Access-Control-Allow-Origin": "*"})
+
+    async def play(url: str) -> Any:
+        async with opened(site(url)) as env:
+            await env.step(call("wait", time=1))
+            return await env.evaluate("Promise.all(window.tried)")
+
+    with answering(elsewhere) as other:
+        html = """<img src=/away><iframe src=/away></iframe><script>
+        const worker = new Worker("/worker.js");
+        window.tried = [fetch("/away").then(() => "reached", () => "refused"), new Promise(done => {
+          worker.onmessage = event => done(event.data);
+        })];
+        </script>"""
+
+        async def page(request: web.Request) -> web.StreamResponse:
+            if request.path == "/away":
+                raise web.HTTPFound(f"{other}/secret")
+            if request.path == "/worker.js":
+                script = 'fetch("/away").then(() => postMessage("reached"), () => postMessage("refused"))'
+                return web.Response(text=script, content_type="text/javascript")
+            return web.Response(text=html, content_type="text/html")
+
+        with answering(page) as url:
+            assert asyncio.run(play(url)) == ["refused", "refused"]
+    assert reached == []
+
+
+def test_episodes_on_one_server_share_nothing_at_the_same_time():
+    """They are of one origin, for which a browser shares storage, caches, locks and channels."""
+    html = """<script>window.heard = []; new BroadcastChannel("c").onmessage = event => heard.push(event.data);
+    async function leave() {
+      localStorage.x = 1; document.cookie = "x=1"; await (await caches.open("c")).put("/k", new Response("x"));
+      await (await navigator.storage.getDirectory()).getFileHandle("f", {create: true});
+      await new Promise(done => { indexedDB.open("d").onsuccess = done });
+      await new Promise(done => navigator.locks.request("l", () => (done(), new Promise(() => {}))));
+      new BroadcastChannel("c").postMessage("x");
+    }
+    async function found() {
+      const files = []; for await (const name of (await navigator.storage.getDirectory()).keys()) files.push(name);
+      return [localStorage.length, document.cookie, (await caches.keys()).length, files.length, (await indexedDB.databases()).length,
+              (await navigator.locks.query()).held.length, heard.length];
+    }</script>"""
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=html, content_type="text/html")
+
+    async def play(url: str) -> Any:
+        async with opened(site(url)) as env, opened(site(url)) as other:
+            await env.evaluate("leave()")
+            return await env.evaluate("found()"), await other.evaluate("found()")
+
+    with answering(page) as url:
+        own, others = asyncio.run(play(url))
+    assert own[:6] == [1, "x=1", 1, 1, 1, 1]
+    assert others == [0, "", 0, 0, 0, 0, 0]

@@ -213,7 +213,7 @@ def test_an_episode_over_stdio_has_images_parallel_calls_and_tool_errors():
     assert errors == [
         "Error: Error executing tool paint: none is no color",
         "Error: add: arguments.a: 'one' is not of type 'integer'.",
-        "Error: there is no tool 'fly'; the tools are paint, add, whoami, vanish, hang, odd, divide.",
+        "Error: there is no tool 'fly'; the tools are paint, add, whoami, leave, vanish, hang, odd, divide.",
     ]
     assert trajectory.turns[1].metrics == {"tool_calls": 4.0, "tool_errors": 3.0}
     wait_until_ended(int(process))
@@ -284,6 +284,14 @@ def test_a_server_that_ignores_its_end_is_killed_when_closing_takes_longer_than_
 
     asyncio.run(go())
     wait_until_ended(seen[0])
+
+
+@slow
+def test_what_a_tool_leaves_running_ends_with_its_episode():
+    """A shell's `server &` went on in all later episodes, with its port and its share of the processors, and after the run."""
+    trajectory = play(Painter, [call("leave"), "done"], options={"server": COMMAND}, max_tokens=4000)
+    (process,) = texts(trajectory, 1)
+    wait_until_ended(int(process))
 
 
 @slow

@@ -197,3 +197,15 @@ def test_pages_of_tools_end_at_a_limit(monkeypatch: pytest.MonkeyPatch):
     assert endless.ending == "error" and "has more than 3 tools" in endless.error
     empty = played(short, pages=10**9, tools=())
     assert empty.ending == "error" and "has more than 3 tools, or pages of them" in empty.error
+
+
+def test_a_result_is_not_compared_with_the_patterns_of_its_server():
+    """The client did so in the event loop: with 40 letters, this pattern held up the whole run for ever."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}}
+
+    async def unfit(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+        body = texts(message, "3")
+        return web.json_response({**body, "result": {**body["result"], "structuredContent": {"a": "aaaaaaaa!"}}})
+
+    trajectory = played(unfit, tools=[{**TOOL, "outputSchema": schema}])
+    assert trajectory.reward == 1.0, trajectory.error
