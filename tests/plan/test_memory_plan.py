@@ -47,6 +47,12 @@ def test_in_one_process_the_engine_has_the_trainers_weights():
     assert under_torchrun.engine["weights"] == 4000
 
 
+def test_an_asynchronous_run_has_max_staleness_more_batches_in_progress():
+    train = replace(PLAYED["train"], max_staleness=2)
+    plan = MemoryPlan.of(Config(model=Model(device="cpu"), **PLAYED | {"train": train}), SIZES, 1)
+    assert plan.engine["KV cache at most"] == 3 * 32 * 100 * 6 * 4
+
+
 def test_apart_half_of_the_gpus_train():
     config = Config(cluster=Cluster(gpus=8, colocate=False, nodes=2), engine="sglang")
     assert (config.cluster.num_ranks, config.cluster.num_engines) == (4, 4)

@@ -69,6 +69,8 @@ def test_tasks_that_are_not_in_the_mean_are_counted_by_reason():
         "tasks_left_out/rejected": 2.0,
         "reward/mean": pytest.approx(2 / 3),
     }
+    ended = ("trajectories", "failed", "ending/env_done", "ending/error")
+    assert [metrics[name] for name in ended] == [9.0, 6.0, pytest.approx(1 / 3), pytest.approx(2 / 3)]
 
 
 def test_greedy_responses_that_are_rejected_are_no_failure_of_the_run_and_are_not_sampled_again_in_vain():

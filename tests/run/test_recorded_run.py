@@ -93,7 +93,7 @@ def test_every_trajectory_is_in_the_folder_with_the_trainers_numbers(tmp_path: P
         (1, "blanked"),
     }
     trained = [record for record in run.trajectories(1, "train") if record["ending"] != "error"]
-    assert len(trained) == run.metrics[1]["trajectories"] == 4
+    assert len(trained) == run.metrics[1]["trajectories"] - run.metrics[1]["failed"] == 4
     for record in trained:
         [turn] = record["turns"]
         columns = [turn[name] for name in ("tokens", "logprobs", "trainer_logprobs", "advantages", "loss_mask")]
@@ -178,3 +178,11 @@ def test_a_steps_time_of_envs_is_what_they_computed_and_not_what_they_waited():
     agent = make_trajectory("d", metrics={"agent_seconds": 9.0})
     rollouts = Rollouts(groups=[[*played, agent]], failed=[failed])
     assert _batch_metrics(GroupBatch(rollouts=rollouts))["time/env"] == 1.0
+
+
+def test_a_steps_failed_trajectories_count_among_its_endings_and_retries():
+    played = [make_trajectory("a", ending="env_done")]
+    failed = [make_trajectory("b", ending="error", error="x", metrics={"env_errors": 2.0})]
+    metrics = _batch_metrics(GroupBatch(rollouts=Rollouts(groups=[played], failed=failed)))
+    found = {name: metrics[name] for name in ("trajectories", "failed", "ending/error", "retries/env_errors")}
+    assert found == {"trajectories": 2.0, "failed": 1.0, "ending/error": 0.5, "retries/env_errors": 2.0}

@@ -30,13 +30,15 @@ class Commands:
         if arguments[0] == "eval":
             Path(given["--out"]).write_text(json.dumps({"results": []}))
             return 0
-        if name in self.fails:
-            return self.fails.pop(name)
-        run = Path(given["--output-dir"]) / name
-        (run / "model").mkdir(parents=True)
-        (run / "summary.json").write_text("{}")
+        status, run = self.fails.pop(name, 0), Path(given["--output-dir"]) / name
+        if status not in (0, 130, 143):
+            return status
+        (run / "model").mkdir(parents=True, exist_ok=True)  # also of a run that is stopped
+        (run / "summary.json").write_text(
+            json.dumps({"reward_before": 0.2} | ({} if status else {"reward_after": 0.5}))
+        )
         (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-        return 0
+        return status
 
 
 def test_the_seeds_come_first_and_then_the_control_with_the_first_of_them(tmp_path):
@@ -81,9 +83,14 @@ def test_an_error_stops_and_the_next_call_goes_on_there(tmp_path):
 
 
 @pytest.mark.parametrize("status", [130, 143])
-def test_a_signal_ends_the_command_with_its_status(tmp_path, status):
+def test_a_signal_ends_the_command_with_its_status_and_the_next_call_trains_on(tmp_path, status):
+    """The stopped run has saved its weights: they are not evaluated as if they were trained to the end."""
+    commands = Commands(**{"say-seed3": status})
     with pytest.raises(SystemExit, match=str(status)):
-        reproduce(planned(tmp_path), Commands(**{"say-seed3": status}), print)
+        reproduce(planned(tmp_path), commands, print)
+    commands.seen.clear()
+    reproduce(planned(tmp_path), commands, print)
+    assert commands.seen[:2] == [("train", "say-seed3"), ("eval", "say-seed3")]
 
 
 def test_settings_have_a_folder_of_their_own_but_a_name_or_seed_has_not():

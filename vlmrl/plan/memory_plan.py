@@ -336,7 +336,8 @@ def _cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]
 def _trajectories(config: Config) -> float:
     """The most trajectories in progress on one engine or server."""
     rollout = config.rollout
-    started = config.train.groups_per_batch * rollout.group_size * rollout.over_sampling
+    batches = config.train.max_staleness + 1
+    started = batches * config.train.groups_per_batch * rollout.group_size * rollout.over_sampling
     return min(rollout.max_concurrent, started) / config.resolved_cluster.num_engines
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlmrl.report.estimators import LEVEL, RESAMPLES, Estimate, bootstrap, paired_difference
+from vlmrl.report.metrics import trajectory_metrics
 from vlmrl.report.records import plain
 from vlmrl.run.evaluate import Evaluation, LeftOut, TaskRewards
 from vlmrl.types import Trajectory
@@ -70,7 +71,7 @@ class EvalRow:
     @classmethod
     def of(cls, model: str, evaluation: Evaluation, *, blanked: bool, seed: int, seconds: float) -> EvalRow:
         """``seed`` draws the bootstrap's samples."""
-        tasks, metrics = evaluation.tasks, evaluation.metrics()
+        tasks, metrics = evaluation.tasks, trajectory_metrics(evaluation.trajectories)
         sources = sorted({task.source for task in tasks})
         by_source = {source: [task for task in tasks if task.source == source] for source in sources}
         tokens = [_num_sampled(trajectory) for trajectory in evaluation.trajectories]

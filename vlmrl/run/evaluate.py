@@ -104,7 +104,8 @@ class Evaluation:
         left_out = {f"tasks_left_out/{reason}": float(count) for reason, count in vars(self.left_out).items()}
         counts = {"tasks": float(len(self.tasks)), "tasks_left_out": float(self.left_out.total), **left_out}
         passed = {f"pass@{k}": fmean(task.pass_at(k, self.solved) for task in self.tasks) for k in self.ks}
-        return trajectory_metrics(self.trajectories) | counts | {"standard_error": self.standard_error} | passed
+        metrics = trajectory_metrics([*self.trajectories, *self.failed])
+        return metrics | counts | {"standard_error": self.standard_error} | passed
 
 
 class Evaluator:

@@ -145,9 +145,9 @@ def _image_memory(run: Run) -> dict[str, float]:
 def _batch_metrics(batch: GroupBatch) -> dict[str, Any]:
     """Metrics of all trajectories sampled for one step, including groups that the filters removed."""
     rollouts = batch.rollouts
-    metrics = trajectory_metrics(rollouts.trajectories)
+    everything = [*rollouts.trajectories, *rollouts.failed]
+    metrics = trajectory_metrics(everything)
     metrics["sampled_tokens"] = float(sum(trajectory.num_sampled for trajectory in rollouts.trajectories))
-    metrics["failed"] = float(len(rollouts.failed))
     rewards = [{trajectory.reward for trajectory in group} for group in rollouts.groups]
     groups = {
         "played": len(rewards),
@@ -160,7 +160,6 @@ def _batch_metrics(batch: GroupBatch) -> dict[str, Any]:
         "too_old": batch.too_old,
     }
     metrics |= {f"groups/{name}": float(count) for name, count in groups.items()}
-    everything = [*rollouts.trajectories, *rollouts.failed]
     if env := [each.metrics["env_cpu_seconds"] for each in everything if "env_cpu_seconds" in each.metrics]:
         metrics["time/env"] = sum(env)
     return metrics

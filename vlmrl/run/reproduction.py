@@ -16,6 +16,7 @@ from vlmrl.config import Config
 from vlmrl.report.records import plain
 from vlmrl.report.results import RunResult
 from vlmrl.report.run_log import read_rows
+from vlmrl.utils.json_files import read_object
 
 Launch = Callable[[Sequence[str]], int]
 """Runs ``vlmrl`` with these arguments to its end and returns its exit status."""
@@ -42,8 +43,10 @@ class Experiment:
 
     @property
     def is_trained(self) -> bool:
-        """The model is written last."""
-        return (self.run / "summary.json").exists() and (self.run / "model").exists()
+        """Whether all steps are done. A stopped run has a model and a summary, too, but no reward after training. The model is written
+        last."""
+        summary = read_object(self.run / "summary.json") or {}
+        return "reward_after" in summary and (self.run / "model").exists()
 
     def result(self) -> RunResult:
         evaluation = json.loads(self.evaluation.read_text(encoding="utf-8"))
