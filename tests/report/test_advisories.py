@@ -64,7 +64,7 @@ AT_CHANCE = [*demonstrations(0.475), evaluation("eval", 0.27)]
 NO_FILE = record(tokens=(5, 5), observation="Look [This image cannot be shown: crops/1.png: there is no such file.]")
 LOOKED = record(tokens=(5, 5), images=["3fa9"])
 SEEN, UNSEEN = {"turn/with_images": 0.98}, {"turn/with_images": 0.02}
-ENDLESS = {"ending/max_turns": 1.0, "reward/mean": 0.0, "reward/max": 0.0}
+ENDLESS = {"ending/max_turns": 1.0, "ending/error": 0.0, "ending/aborted": 0.0, "reward/mean": 0.0, "reward/max": 0.0}
 DONE, CUT, FULL = record(), record("length", [16]), record("max_tokens", [16] * 5)
 CASES = {  # what is observed: where it fires, and where not
     "truncated": (
@@ -185,10 +185,13 @@ CASES = {  # what is observed: where it fires, and where not
         ],
     ),
     "never_done": (
-        [Observed(ENV, rows(*[ENDLESS] * 5)[1:])],
+        [
+            Observed(ENV, rows(*[ENDLESS] * 5)[1:]),
+            Observed(ENV, rows(*[ENDLESS | {"ending/max_turns": 0.9, "ending/error": 0.1}] * 5)[1:]),
+        ],
         [
             Observed(ENV, rows(*[ENDLESS] * 4)[1:]),  # too early
-            Observed(ENV, rows({"ending/max_turns": 0.98}, *[ENDLESS] * 5)[1:]),
+            Observed(ENV, rows(ENDLESS | {"ending/max_turns": 0.98}, *[ENDLESS] * 5)[1:]),
             Observed(ENV, rows(*[ENDLESS | {"reward/mean": 0.4, "reward/max": 1.0}] * 5)[1:]),  # pays by turn
             Observed(
                 ENV, rows(*[ENDLESS | {"reward/mean": 1.0, "reward/max": 1.0}] * 5)[1:]

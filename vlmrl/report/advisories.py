@@ -253,12 +253,18 @@ def images_not_shown(seen: Observed) -> tuple[str, str] | None:
 
 
 def never_done(seen: Observed) -> tuple[str, str] | None:
-    """In all steps, at least five, each episode ended by ``rollout.max_turns``, and none had a reward above 0."""
-    shares, best = map(seen.values, ("ending/max_turns", "reward/max"))
-    if len(shares) < 5 or min(shares) < 1 or max(best, default=1.0) > 0 or seen.config.env is None:
+    """In all steps, at least five, each episode ended by ``rollout.max_turns`` or failed, and none had a reward above 0."""
+    steps = [row for row in seen.rows if "ending/max_turns" in row]
+    shares = [sum(row[f"ending/{ending}"] for ending in ("max_turns", *FAILED)) for row in steps]
+    if (
+        len(steps) < 5
+        or min(shares) < 1 - 1e-9
+        or max(seen.values("reward/max"), default=1.0) > 0
+        or seen.config.env is None
+    ):
         return None
     return (
-        f"in {len(shares)} steps every episode ended by rollout.max_turns ({seen.config.rollout.max_turns}), without a "
+        f"in {len(steps)} steps every episode ended by rollout.max_turns ({seen.config.rollout.max_turns}), without a "
         "reward: the policy needs more turns, or step() never returns True for done, as it must at its last turn.",
         "env",
     )
