@@ -1,6 +1,7 @@
 """Seeds and controls one after the other: what is run, what is skipped, what an error leaves."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -71,6 +72,9 @@ def test_each_experiment_trains_and_is_evaluated_once(tmp_path):
     commands.seen.clear()
     assert reproduce(planned(tmp_path, "shuffled"), commands, said.append) == results
     assert commands.seen == []
+    shutil.rmtree(tmp_path / "say-seed4")
+    reproduce(planned(tmp_path), commands, said.append)
+    assert commands.seen == [("train", "say-seed4"), ("eval", "say-seed4")]
 
 
 def test_an_error_stops_and_the_next_call_goes_on_there(tmp_path):

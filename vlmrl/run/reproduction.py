@@ -110,6 +110,7 @@ def reproduce(experiments: Sequence[Experiment], launch: Launch, say: Callable[[
 
 def _unfinished(experiment: Experiment) -> Iterator[list[str]]:
     if not experiment.is_trained:
+        experiment.evaluation.unlink(missing_ok=True)  # of a run whose folder was deleted
         yield experiment.train
     if not experiment.evaluation.exists():
         yield experiment.evaluate
