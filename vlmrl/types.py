@@ -140,6 +140,7 @@ class ReceivedRequest:
 
     image_ids: tuple[str, ...]  # the content hashes of all images of the request, in the order of its messages
     continues: int | None  # the number of the turn whose sampled response the request continues; None: of no turn
+    tools: list[dict[str, Any]] | None = None  # None: those of the trajectory
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,9 @@ class Turn:
     stop_reason: str
     text: str
     messages: list[Message] = field(default_factory=list)  # what prompt_ids render
+    rewritten: list[Message] | None = (
+        None  # all messages of its prompt, if they were rendered as a whole; None: appended
+    )
     reward: float | None = None  # None: the env gave none
     metrics: dict[str, float] = field(default_factory=dict)
     points: list[PointSet] = field(default_factory=list)  # where the response acted on the last image before it

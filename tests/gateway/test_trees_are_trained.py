@@ -19,6 +19,7 @@ from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.model.loading import LoadedModel
 from vlmrl.report.token_columns import TokenTexts, token_columns
+from vlmrl.rollout.teacher_rows import TeacherRows, seen_messages
 from vlmrl.samples import audit, emit
 from vlmrl.train.credit import assign_advantages
 from vlmrl.train.packing import response_logprobs
@@ -165,3 +166,17 @@ def test_a_branch_that_goes_on_is_not_prefilled_again(model: LoadedModel):
         engine.close()
     assert right > 60  # a fork runs its whole prompt once
     assert max(left, *later) < 20
+
+
+def test_a_teacher_that_sees_the_same_messages_has_the_contexts_of_the_policy(model: LoadedModel):
+    """Of a branch it saw only the messages that no earlier request had, and each request with the tools of the last one."""
+    trajectory = play_tree(model)
+    samples = emit(trajectory, "step_wise")
+    rows = TeacherRows(
+        lambda task, trajectory, turn: seen_messages(trajectory, turn), model.renderer, model.new_store()
+    )
+    rows.attach(samples, [trajectory])
+    for sample, (ids, media) in zip(samples, trajectory.prompts(), strict=True):
+        (row,) = sample.teacher_rows
+        assert row.image_ids == [item.id for item in media]
+        assert model.renderer.decode(row.prompt_token_ids) == model.renderer.decode(ids)

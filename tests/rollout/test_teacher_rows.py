@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from testing.episodes import PAD, a_task, decoded, image, new_store, play, renderer
+from testing.episodes import PAD, a_task, decoded, image, new_store, play, renderer, turn_loop
 
 from vlmrl import Env, obs
+from vlmrl.rollout.history import resolve_policy
 from vlmrl.rollout.teacher_rows import TeacherRows, seen_messages
 from vlmrl.samples import concat, step_wise
 from vlmrl.samples.audit import audit_teacher
@@ -39,6 +42,29 @@ def test_the_policys_own_messages_give_the_policys_own_context(form):
         assert row.prompt_token_ids == ids and row.image_ids == [item.id for item in media]
         assert row.response_ids == trajectory.turns[number].response_ids
     assert rows[1].media[0].id == rows[0].media[0].id
+
+
+def hinted(messages):
+    """The last three messages, after a system message."""
+    return [{"role": "system", "content": "Look."}, *messages[-3:]]
+
+
+@pytest.mark.parametrize(
+    ("history", "history_options"),
+    [("rerender", {}), ("last_turns", {"k": 0}), ("keep_last_images", {"k": 1}), (hinted, {})],
+)
+def test_the_policys_own_messages_are_those_that_its_history_left(history, history_options):
+    """The teacher saw the last observation alone, without the task and its image."""
+    options = {"history": history, "history_options": history_options, "samples": "step_wise", "max_turns": 2}
+    loop = turn_loop(Closer, ["look", "four"], **options)
+    loop.history_policy = resolve_policy(loop.config)
+    trajectory = asyncio.run(loop.play(a_task("<image>What?", [image("red")]), "g", "g/00"))
+    samples = step_wise(trajectory)
+    rows = TeacherRows(lambda task, trajectory, turn: seen_messages(trajectory, turn), renderer(), new_store())
+    rows.attach(samples, [trajectory])
+    for sample, (ids, media) in zip(samples, trajectory.prompts(), strict=True):
+        (row,) = sample.teacher_rows
+        assert decoded(row.prompt_token_ids) == decoded(ids) and row.image_ids == [item.id for item in media]
 
 
 def test_the_answer_in_the_system_prompt_goes_through_all_turns_and_a_turn_can_be_left_out():

@@ -7,18 +7,23 @@ import signal
 import sys
 import threading
 from collections import Counter
+from functools import partial
 
 import pytest
-from testing.episodes import a_task, image, renderer, turn_loop
+from testing.episodes import a_task, image, new_store, renderer, script, turn_loop
 from testing.fake_api import GARBAGE, call, fake_api
 from testing.fakes import make_trajectory
 
 from vlmrl import Env, load_run, obs
 from vlmrl.cli import main as cli
+from vlmrl.config import Rollout
 from vlmrl.config.collection import Keep
+from vlmrl.env.base import resolve_env
 from vlmrl.multimodal.placeholders import collapse
 from vlmrl.report.viewer.followed_run import FollowedRun
 from vlmrl.report.viewer.page import write_snapshot
+from vlmrl.rollout.asking_loop import AskingLoop
+from vlmrl.rollout.history_policies import compact
 from vlmrl.run.episode_rows import collected_fields, episode_row, read_recorded, write_episodes
 from vlmrl.types import ReceivedRequest
 
@@ -338,6 +343,17 @@ def test_an_episode_of_branches_is_no_row():
     assert collected_fields(trajectory, "m") == {"tokens": trajectory.num_tokens, "episode": None}
 
 
+def test_an_episode_whose_conversation_a_summary_replaced_is_no_row():
+    """Its row had the task and the last response twice, and fine-tuning trained responses after what no policy saw."""
+    for turns, has_row in ((1, False), (9, True)):
+        options = Rollout(max_turns=3, max_tokens=900, max_response_tokens=60, samples="merged")
+        parts = (resolve_env(Twice), script(["look", "a summary", "the answer"]), renderer(), new_store(), options, 0)
+        loop = AskingLoop(*parts, partial(compact, turns=turns))
+        trajectory = asyncio.run(loop.play(a_task("Which?", [image("red")]), "collect/00000", "collect/00000/00"))
+        assert trajectory.ending == "env_done" and any(turn.asked for turn in trajectory.turns) != has_row
+        assert (collected_fields(trajectory, "m")["episode"] is not None) == has_row
+
+
 AGENT = """
 import httpx
 from PIL import Image
@@ -380,5 +396,5 @@ def test_an_agents_conversation_is_a_row_and_its_branches_are_counted(recipe, co
     (row,) = rows_of(folder)
     assert [each["role"] for each in row["messages"]] == ["user", "assistant", "user", "assistant"]
     assert row["messages"][2]["content"] == "more" and [each["message"] for each in row["responses"]] == [1, 3]
-    assert "1 not written: the agent's requests are not one conversation" in capsys.readouterr().out
+    assert "1 not written: its turns are not one conversation" in capsys.readouterr().out
     assert summary_of(folder) == {"played": 2, "failed": 0, "written": 1, "too_long": 0, "left": 0}

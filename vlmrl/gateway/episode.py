@@ -23,7 +23,7 @@ from vlmrl.gateway.request_body import size_beside
 from vlmrl.gateway.request_tree import Found, RequestTree
 from vlmrl.gateway.responses import split_response
 from vlmrl.multimodal.images import ImageUnavailableError
-from vlmrl.multimodal.messages import images_of, is_long
+from vlmrl.multimodal.messages import images_of, is_long, same_messages
 from vlmrl.multimodal.placeholders import expand
 from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError
 from vlmrl.multimodal.store import MediaStore
@@ -223,7 +223,8 @@ class AgentEpisode:
         except BaseException:
             self._engine_ids.give_back(engine_id)
             raise
-        self.trajectory.tools = request.tools  # not those of a request that was refused: no response saw them
+        tools = self._tools_once(request.tools)
+        self.trajectory.tools = tools  # not those of a request that was refused: no response saw them
         turn = self.recorder.add(
             prompt,
             sampled.completion,
@@ -231,7 +232,7 @@ class AgentEpisode:
             seconds=sampled.seconds,
             number=number,
             received=ReceivedRequest(
-                tuple(item.id for item in images_of(messages)), prompt.parent if continues else None
+                tuple(item.id for item in images_of(messages)), prompt.parent if continues else None, tools
             ),
         )
         self._engine_ids.give_back(engine_id, turn)
@@ -240,6 +241,11 @@ class AgentEpisode:
         if not_shown > known:
             turn.metrics["images_not_shown"] = float(not_shown - known)
         return self._record(number, turn, sampled.completion.prompt_tokens, request, found)
+
+    def _tools_once(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """These tools, as an earlier request of the episode has them if one does: many are long, and all requests repeat them."""
+        earlier = (turn.received.tools for turn in reversed(self.recorder.turns) if turn.received is not None)
+        return next((known for known in earlier if known == tools), None) or tools
 
     def _find(self, messages: list[Message], tools: list[dict[str, Any]]) -> Found:
         """What is known of a request. Raises EpisodeLimitError for one that is too long to be looked up and rendered."""
@@ -293,7 +299,18 @@ class AgentEpisode:
         except _NotRenderedError as error:
             raise ChatError(400, "messages", f"the messages cannot be rendered: {error}") from error
         new = messages[min(found.shared, len(messages) - 1) :]
-        return recorder.branching(found.nearest, replace(whole, messages=new)), False
+        return recorder.branching(
+            found.nearest, replace(whole, messages=new, rewritten=self._shared(found, messages))
+        ), False
+
+    def _shared(self, found: Found, messages: list[Message]) -> list[Message]:
+        """The messages of a branch, of which those that the nearest branch has, too, are not kept twice."""
+        turns, place = self.recorder.turns, found.nearest
+        while place is not None and turns[place].rewritten is None:
+            place = turns[place].parent
+        known = [] if place is None else turns[place].rewritten or []
+        same = [old if same_messages([old], [new]) else new for old, new in zip(known, messages, strict=False)]
+        return same + messages[len(same) :]
 
     async def _encode(self, read: Any, render: Callable[[], Rendered]) -> Prompt:
         """``render()``, which reads ``read``, with all tokens of the images."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,7 @@ class AskingLoop(TurnLoop):
         except TooLongError:
             return None
         prompt = await self._prompt(rendered, history.messages, trajectory)
+        prompt = replace(prompt, rewritten=history.messages)
         _count(episode, saved_tokens=tokens - prompt.length)
         return episode.recorder.branching(len(trajectory.turns) - 1, prompt) if prompt.length < limit else None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from vlmrl.config import Rollout
 from vlmrl.config.code import find_function, resolve_function
-from vlmrl.multimodal.messages import copied, is_long, tools_as_user
+from vlmrl.multimodal.messages import copied, is_long, same_messages, tools_as_user
 from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.rollout.history_policies import HISTORY_POLICIES, Messages
 from vlmrl.types import Message, Turn
@@ -39,6 +39,7 @@ class Append:
     """Responses stay as sampled, and each observation is appended as a delta. Base class of the other modes."""
 
     opens_responses = True  # every response follows a generation prompt, not only the first
+    shown: Messages | None = None  # all messages of the last prompt, if they were rendered again
 
     def __init__(self, renderer: Renderer, tools: Sequence[dict[str, Any]], limit: int | None = None) -> None:
         self.renderer = renderer
@@ -93,18 +94,24 @@ class Rerender(Append):
 
     def prompt(self, messages: Sequence[Message]) -> Rendered:
         self.messages = list(messages)
-        return super().prompt(self.rewritten())
+        self.shown = self.rewritten()
+        return super().prompt(self.shown)
 
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
         self.messages += [response_message(turn), *messages]
-        return Continuation(super().prompt(self.rewritten()), is_whole_prompt=True)
+        self.shown = self.rewritten()
+        return Continuation(super().prompt(self.shown), is_whole_prompt=True)
 
     def is_long(self, messages: Sequence[Message]) -> bool:
         return is_long((self.messages, messages, self.tools))
 
     def rewritten(self) -> Messages:
-        """The conversation as the policy rewrites it."""
-        return self._policy(copied(self.messages))  # which may change them
+        """The conversation as the policy rewrites it. All prompts share the messages that it leaves as they are."""
+        copies = copied(self.messages)  # which the policy may change
+        own = {id(copy): message for copy, message in zip(copies, self.messages, strict=True)}
+        result = list(self._policy(list(copies)))
+        before = [own.get(id(each), each) for each in result]
+        return [old if same_messages([old], [each]) else each for old, each in zip(before, result, strict=True)]
 
 
 def response_message(turn: Turn) -> Message:

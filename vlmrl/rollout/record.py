@@ -24,6 +24,7 @@ class Prompt:
     parent: int | None = None  # None: of no turn
     kept: int = 0
     kept_media: int = 0
+    rewritten: list[Message] | None = None  # all messages of the prompt, if they were rendered again as a whole
 
     @property
     def length(self) -> int:
@@ -66,7 +67,8 @@ class TurnRecorder:
         beginning = replace(whole, token_ids=whole.token_ids[:-1])
         kept, kept_media = _common_prefix(self.trajectory.context(parent), beginning, self.image_token_id)
         new_ids, new_media = whole.token_ids[kept:], whole.media[kept_media:]
-        return Prompt(new_ids, new_media, whole.messages, parent if kept else None, kept, kept_media)
+        parent = parent if kept else None
+        return Prompt(new_ids, new_media, whole.messages, parent, kept, kept_media, whole.rewritten)
 
     def continuing(self, whole: Prompt) -> Prompt:
         """A ``whole`` prompt that continues the newest turn whose context it begins with, or none."""
@@ -110,6 +112,7 @@ class TurnRecorder:
             stop_reason=completion.stop_reason,
             text=text,
             messages=prompt.messages,
+            rewritten=prompt.rewritten,
             engine_seconds=seconds,
             parent=prompt.parent,
             kept=prompt.kept,

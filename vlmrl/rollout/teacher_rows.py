@@ -29,8 +29,9 @@ class TeacherPrompt(NamedTuple):
 def seen_messages(trajectory: Trajectory, turn: int) -> list[Message]:
     """The messages that the policy saw before the response of ``turn``: to be changed by a function that ``teacher.sees`` names."""
     node = trajectory.turns[turn]
-    is_whole = any(message["role"] == "assistant" for message in node.messages)
-    if node.parent is None or is_whole or node.kept < trajectory.turns[node.parent].length - 1:
+    if node.rewritten is not None:
+        return [copied(message) for message in node.rewritten]
+    if node.parent is None:
         return [copied(message) for message in node.messages]
     above = trajectory.turns[node.parent]
     return [*seen_messages(trajectory, node.parent), *copied([response_message(above), *node.messages])]
@@ -90,18 +91,19 @@ class TeacherRows:
         self, messages: list[Message], trajectory: Trajectory, turn: int, prompts: dict[int, TeacherPrompt]
     ) -> TeacherPrompt:
         """Rendered as a whole, or after an earlier prompt and the ids of its response, so that the tree computes both once."""
-        parent = trajectory.turns[turn].parent
+        parent, received = trajectory.turns[turn].parent, trajectory.turns[turn].received
+        tools = trajectory.tools if received is None or received.tools is None else received.tools
         if parent is not None and parent in prompts:
             above, size = prompts[parent], len(prompts[parent].messages)
             if same_messages(messages[: size + 1], [*above.messages, response_message(trajectory.turns[parent])]):
                 sampled = trajectory.turns[parent].response_ids
                 shown = self._renderer.adapt_tool_messages(messages[size + 1 :])
-                added = self._expanded(self._renderer.delta(shown, trajectory.tools, response=sampled), messages)
+                added = self._expanded(self._renderer.delta(shown, tools, response=sampled), messages)
                 return TeacherPrompt(
                     messages, [*above.token_ids, *sampled, *added.token_ids], [*above.media, *added.media]
                 )
         shown = self._renderer.adapt_tool_messages(messages)
-        return self._expanded(self._renderer.prompt(shown, trajectory.tools), messages)
+        return self._expanded(self._renderer.prompt(shown, tools), messages)
 
     def _expanded(self, rendered: Rendered, messages: list[Message]) -> TeacherPrompt:
         if rendered.images and self._store is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from vlmrl.config import Rollout
@@ -163,7 +163,7 @@ class TurnLoop:
             rendered = await self._render(episode, messages, history.prompt, messages)
         except TooLongError as error:
             raise self._prompt_too_long(trajectory, f"at least {error.least}") from error
-        prompt = await self._prompt(rendered, messages, trajectory)
+        prompt = replace(await self._prompt(rendered, messages, trajectory), rewritten=history.shown)
         if prompt.length >= self.config.max_tokens:
             raise self._prompt_too_long(trajectory, str(prompt.length))
         return prompt
@@ -177,7 +177,7 @@ class TurnLoop:
             return None
         prompt, last = await self._prompt(following.rendered, answer, trajectory), len(trajectory.turns) - 1
         if following.is_whole_prompt:
-            prompt = recorder.branching(last, prompt)
+            prompt = recorder.branching(last, replace(prompt, rewritten=episode.history.shown))
         else:
             prompt = recorder.following(last, prompt.token_ids, prompt.media, answer, following.dropped)
         return prompt if prompt.length < self.config.max_tokens else None

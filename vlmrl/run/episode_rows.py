@@ -33,7 +33,7 @@ from vlmrl.utils.output_files import whole_file
 from vlmrl.utils.require import require
 
 EPISODE_ID = re.compile(r"collect/([0-9]{5,9})/([0-9]{2,9})(?:\.[0-9]{1,9})?")
-BRANCHES = "the agent's requests are not one conversation"
+BRANCHES = "its turns are not one conversation"
 
 
 def episode_id(task: int, member: int | None = None) -> str:
@@ -65,7 +65,9 @@ def collected_fields(trajectory: Trajectory, model: str) -> dict[str, Any]:
 
 
 def is_conversation(trajectory: Trajectory) -> bool:
-    """Whether each turn follows the one before. Requests of an agent may be branches; those of an env never are."""
+    """Whether each turn follows the one before. Requests of an agent may be branches, and a history policy that asks begins anew."""
+    if any(turn.asked or (number and turn.rewritten is turn.messages) for number, turn in enumerate(trajectory.turns)):
+        return False
     received = [turn.received for turn in trajectory.turns]
     return all(
         each is None or each.continues == (number - 1 if number else None) for number, each in enumerate(received)
