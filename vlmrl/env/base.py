@@ -28,6 +28,10 @@ class RetryTurn(Exception):
     """
 
 
+class Observation(dict[str, Any]):
+    """What :func:`obs` returns. A tool's result that is a dict of this form, such as a server's JSON, opens no image."""
+
+
 def obs(text: str = "", images: list[ImageSource] | ImageSource | None = None) -> dict[str, Any]:
     """An observation: ``obs("Closer:", images=[crop])``. A single image needs no list.
 
@@ -36,7 +40,7 @@ def obs(text: str = "", images: list[ImageSource] | ImageSource | None = None) -
     named. Another missing file, an address that does not answer in time, or a value that is no image source, is an error of the env.
     Half surrogate pairs in ``text``, which no tokenizer encodes, become question marks.
     """
-    observation: dict[str, Any] = {"obs_str": encodable(text) if isinstance(text, str) else text}
+    observation = Observation(obs_str=encodable(text) if isinstance(text, str) else text)
     if isinstance(images, str | bytes | dict) or not isinstance(images, Iterable | None):
         images = [images]
     if images:
