@@ -168,9 +168,7 @@ class Turn:
     stop_reason: str
     text: str
     messages: list[Message] = field(default_factory=list)  # what prompt_ids render
-    rewritten: list[Message] | None = (
-        None  # all messages of its prompt, if they were rendered as a whole; None: appended
-    )
+    rewritten: list[Message] | None = None  # all messages of its prompt; None: `messages` were appended
     reward: float | None = None  # None: the env gave none
     metrics: dict[str, float] = field(default_factory=dict)
     points: list[PointSet] = field(default_factory=list)  # where the response acted on the last image before it

@@ -126,3 +126,13 @@ def test_texts_of_a_metadata_file_that_look_like_dates_are_refused(tmp_path):
     (folder / "metadata.jsonl").unlink()
     (folder / "metadata.csv").write_text("file_name,answer\na.png,2020-01-01\n")
     assert load_rows(str(folder), "train")[0]["answer"] == "2020-01-01"
+
+
+def test_a_metadata_file_may_list_several_images_of_a_row(tmp_path):
+    (tmp_path / "photos").mkdir()
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / name)
+    row = '{"file_names": ["b.png", "a.png"], "prompt": "<image> or <image>?"}\n'
+    (tmp_path / "photos" / "metadata.jsonl").write_text(row)
+    task = load_tasks(Data(str(tmp_path / "photos")))[0]
+    assert [str(image).rpartition("/")[2] for image in task.images] == ["b.png", "a.png"]

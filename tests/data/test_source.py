@@ -500,6 +500,18 @@ def test_a_generator_makes_tasks_from_index_and_seed():
     )
 
 
+def test_the_columns_of_what_a_generator_makes():
+    """``answer`` was None, and nothing said that the columns were not used."""
+
+    def made(index: int, seed: int) -> dict[str, Any]:
+        return {"prompt": "own", "question": "q", "reward_model": {"ground_truth": 0}, "kind": "algebra", "images": []}
+
+    columns = {"prompt": "question", "answer": "reward_model.ground_truth", "source": "kind", "images": "elsewhere"}
+    task = load_tasks(Data(generator=made, size=1, columns=columns))[0]
+    assert (task.prompt[0]["content"], task.answer, task.source) == ("q", 0, "algebra")
+    assert task.data == {"prompt": "own", "reward_model": {"ground_truth": 0}}
+
+
 def test_a_generator_from_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "maze.py").write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image
 from testing.episodes import play
 
-from vlmrl import Config, Env, Rollout, Task, obs
+from vlmrl import Config, Data, Env, Part, Rollout, Task, obs
 from vlmrl.config import resolve_config
 from vlmrl.config.saved import from_plain
 from vlmrl.env.base import resolve_env, resolve_envs
@@ -143,6 +144,18 @@ def test_a_reward_function_in_the_form_of_trl_or_verl_is_named():
         resolve_env(None, accuracy)
     with pytest.raises(ValueError, match=r"has the parameter 'solution_str' of TRL's or verl's reward functions"):
         resolve_env(None, compute_score)
+
+
+def test_a_part_of_a_mixture_gives_the_runs_env_options_of_its_own():
+    data = Data(generator=lambda index, seed: {"prompt": ""}, size=4)
+    parts = {
+        "a": Part(data=data),
+        "b": Part(data=data, env_options={"suffix": "?"}),
+        "c": Part(data=data, env=build_echo),
+    }
+    spec = resolve_envs(Config(env=Echo, env_options={"times": 2}, mixture=parts))
+    envs = [spec.build(replace(TASK, part=name)) for name in parts]
+    assert [(env.suffix, env.times) for env in envs if isinstance(env, Echo)] == [("!", 2), ("?", 2), ("?", 1)]
 
 
 def test_a_factory_that_returns_something_else_is_named():

@@ -143,7 +143,7 @@ class Part(Settings):
     env: Code = None
     """Env of this part. Without `env` and `reward`, the part uses the run's."""
     env_options: Options = field(default_factory=dict)
-    """Keyword arguments of the env, as pairs `NAME VALUE`."""
+    """Keyword arguments of the env, as pairs `NAME VALUE`. Those of the run's `env_options` stay for other names of the run's env."""
     reward: Codes = None
     """Reward function for single-turn tasks, instead of an env: `function(text, task) -> float`. Several as in `reward`."""
     weight: float = 1.0

@@ -194,7 +194,8 @@ def _load_images(folder: Path, split: str) -> hf.Dataset:
         dataset = hf.load_dataset("imagefolder", data_dir=str(folder), split=split)
     except Exception as error:  # datasets raises many kinds
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a folder of images: {error}") from error
-    dataset = dataset.rename_column("image", "images")
+    if "image" in dataset.column_names:  # metadata with `file_names` gives a column `images` of lists
+        dataset = dataset.rename_column("image", "images")
     if changed := [name for name, feature in dataset.features.items() if _times_as_texts(feature) != feature]:
         raise ValueError(
             f"data.path {str(folder)!r}: the texts of {changed[0]!r} look like times, which the reader of metadata.jsonl changes: "

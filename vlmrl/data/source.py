@@ -229,16 +229,30 @@ def _generated(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
                 _check_last(where, made.prompt)
                 prompt = _with_system(made.prompt, data.system_prompt)
                 return replace(made, prompt=prompt, seed=made.seed or seed, source=made.source or source, part=part)
-            if not isinstance(made, dict) or "prompt" not in made:
+            made, columns = _mapped(made, data.columns) if isinstance(made, dict) else (made, {})
+            if "prompt" not in columns:
                 shown = (
                     f"a dict with the keys {', '.join(map(repr, made))}" if isinstance(made, dict) else f"{made!r:.200}"
                 )
                 raise ValueError(f"{where}: it must return a Task or a dict with a prompt, but it returned {shown}")
-            task = Task(f"{name}/{data.seed or 0}/{index}", [], source=source, seed=seed, part=part)
-            columns = {key: key for key in ("prompt", "images", "answer") if key in made}
+            own = str(made[columns["source"]]) if "source" in columns else source
+            task = Task(f"{name}/{data.seed or 0}/{index}", [], source=own, seed=seed, part=part)
             return _filled(task, made, columns, data.system_prompt, RowImages(where, roots))
 
     return _source(data, make, label), range(data.size or 0)
+
+
+def _mapped(made: Row, columns: dict[str, str]) -> tuple[Row, dict[str, str]]:
+    """What a generator made, and the key of each field in it: that of ``data.columns``, or else, as these may be meant for
+    ``eval.data``, its own name. A field of a dict, such as ``reward_model.ground_truth``, gets a key."""
+    for column in set(columns.values()) - made.keys():
+        value: Any = made
+        for key in column.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        made = made if value is None else {**made, column: value}
+    names = {"prompt": "prompt", "images": "images", "answer": "answer"}
+    given = {name: column for name, column in columns.items() if column in made and name != "id"}
+    return made, {name: key for name, key in names.items() if key in made} | given
 
 
 def _own_folder(function: Callable[..., Any]) -> list[Path]:

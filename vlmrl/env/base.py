@@ -28,6 +28,10 @@ class RetryTurn(Exception):
     """
 
 
+class Observation(dict[str, Any]):
+    """What :func:`obs` returns. A tool's result that is a dict of this form, such as a server's JSON, opens no image."""
+
+
 def obs(text: str = "", images: list[ImageSource] | ImageSource | None = None) -> dict[str, Any]:
     """An observation: ``obs("Closer:", images=[crop])``. A single image needs no list.
 
@@ -36,7 +40,7 @@ def obs(text: str = "", images: list[ImageSource] | ImageSource | None = None) -
     named. Another missing file, an address that does not answer in time, or a value that is no image source, is an error of the env.
     Half surrogate pairs in ``text``, which no tokenizer encodes, become question marks.
     """
-    observation: dict[str, Any] = {"obs_str": encodable(text) if isinstance(text, str) else text}
+    observation = Observation(obs_str=encodable(text) if isinstance(text, str) else text)
     if isinstance(images, str | bytes | dict) or not isinstance(images, Iterable | None):
         images = [images]
     if images:
@@ -152,18 +156,20 @@ class EnvSpec:
 def resolve_envs(config: Config) -> EnvSpec:
     """The spec of a run's env, or that of its mixture, where each part has its own or else the run's."""
 
-    def resolved(player: Config | Part) -> EnvSpec:
-        return resolve_env(player.env, player.reward, dict(player.env_options))
+    def resolved(player: Config | Part, options: dict[str, Any]) -> EnvSpec:
+        return resolve_env(player.env, player.reward, options)
 
     if not config.mixture:
-        return resolved(config)
-    own = resolved(config) if config.env is not None or config.reward is not None else None
+        return resolved(config, config.env_options)
+    own = resolved(config, config.env_options) if config.env is not None or config.reward is not None else None
     parts: dict[str, EnvSpec] = {}
     for name, part in config.mixture.items():
-        spec = own if part.env is None and part.reward is None else resolved(part)
-        if spec is None:
+        if part.env is not None or part.reward is not None:
+            parts[name] = resolved(part, part.env_options)
+        elif own is None:
             raise ValueError(f"mixture.{name}.env must be set, or else env, for all parts that have none of their own.")
-        parts[name] = spec
+        else:
+            parts[name] = resolved(config, config.env_options | part.env_options) if part.env_options else own
     names = ", ".join(f"{name}: {spec.name}" for name, spec in parts.items())
     tools = [tool for spec in parts.values() for tool in spec.tools]
     return EnvSpec(names, lambda task: parts[task.part].build(task), tools, parts)

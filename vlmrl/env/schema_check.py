@@ -22,8 +22,10 @@ def violation(arguments: dict[str, Any], schema: dict[str, Any]) -> str:
     """
     closed = schema if COMPOSED & schema.keys() else {"additionalProperties": False, **schema}
     properties = schema.get("properties", {})
-    optional = [key for key, value in properties.items() if isinstance(value, dict) and value.get("nullable")]
-    given = {key: value for key, value in arguments.items() if value is not None or key not in optional}
+    nullable = [key for key, value in properties.items() if isinstance(value, dict) and value.get("nullable")]
+    given = {key: value for key, value in arguments.items() if value is not None or key not in nullable}
+    if nulls := arguments.keys() - given.keys():
+        closed = {**closed, "required": [key for key in schema.get("required", []) if key not in nulls]}
     validator = jsonschema.validators.validator_for(closed, jsonschema.Draft202012Validator)
     try:
         error = jsonschema.exceptions.best_match(validator(closed, registry=NO_DOCUMENTS).iter_errors(given))

@@ -26,8 +26,8 @@ _bounded_check = BoundedFunction(f"{schema_check.__file__}:schema_errors", cpu_s
 def check_arguments(name: str, arguments: dict[str, Any], schema: dict[str, Any]) -> str:
     """Why ``arguments`` violate the ``schema`` of the tool ``name``, or ``""``.
 
-    Arguments that the schema does not declare are refused, unless it says otherwise. ``null`` is allowed for an optional one that is
-    ``nullable``. A schema that needs another document, or a pattern that Python cannot read, allows any value: the tool must check it.
+    Arguments that the schema does not declare are refused, unless it says otherwise. ``null`` is allowed for one that is ``nullable``.
+    A schema that needs another document, or a pattern that Python cannot read, allows any value: the tool must check it.
 
     Raises:
         RuntimeError: the schema itself is wrong, such as an unknown type.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -30,13 +31,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 from PIL import Image
 
-from vlmrl.env.base import Env, encodable, obs
+from vlmrl.env.base import Env, Observation, encodable, obs
 from vlmrl.env.session import EnvContractError
+from vlmrl.env.tool_arguments import hinted_arguments
 from vlmrl.env.tool_calls import Schema, ToolCall, parameters_of, read_tool_calls, tool_name
 from vlmrl.env.tool_schema import check_arguments
 from vlmrl.multimodal.images import DecodedImage
+from vlmrl.multimodal.messages import is_image
 from vlmrl.types import Message
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.utils.users_line import defined_at
@@ -178,11 +182,12 @@ class ToolEnv(Env):
         if call.problem:
             return ToolResult(problem=encodable(call.problem))
         function = self.find_function(call.name)
+        arguments = hinted_arguments(self.functions, call.name, call.arguments)
         is_method = getattr(function, "__self__", None) is self
         if is_method or not several or inspect.iscoroutinefunction(function):
-            return _call_now(function, **call.arguments)
+            return _call_now(function, **arguments)
         thread = DaemonPool("tool")
-        future = thread.submit(partial(function, **call.arguments))
+        future = thread.submit(partial(function, **arguments))
         thread.close()
         return future
 
@@ -242,16 +247,42 @@ async def _finished(result: T) -> T:
 
 
 def parts_of(value: Any) -> list[dict[str, Any]]:
-    """A function's result as parts of a message: images stay images, anything else becomes text."""
-    if isinstance(value, list | tuple) and any(isinstance(item, Image.Image | DecodedImage) for item in value):
-        return [part for item in value for part in parts_of(item)]
-    if isinstance(value, Image.Image | DecodedImage):
-        return [{"type": "image", "image": value}]
-    if isinstance(value, dict) and "obs_str" in value:
+    """A function's result as parts of a message: images stay images, anything else becomes text.
+
+    Images deeper in a value, such as ``{"crop": image, "scale": 2}``, are before its text, which has ``"image 1"`` in their places. A
+    list that has images may also have texts as TRL's tools write them, ``{"type": "text", "text": "Closer"}``. Paths and addresses
+    in a value are text: it may be an answer of somebody else's server.
+    """
+    if isinstance(value, list | tuple) and any(_image_of(item) is not None for item in value):
+        return [part for item in value for part in parts_of(_text_of(item))]
+    if (image := _image_of(value)) is not None:
+        return [{"type": "image", "image": image}]
+    if isinstance(value, Observation):
         images = [{"type": "image", "image": image} for image in value.get("multi_modal_data", {}).get("image", [])]
         return [*images, _text(encodable(value["obs_str"]))]
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return [_text(encodable("" if value is None else text))]
+    inner: list[dict[str, Any]] = []
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, Image.Image | DecodedImage):
+            inner.append({"type": "image", "image": item})
+            return f"image {len(inner)}"
+        if dataclasses.is_dataclass(item):
+            return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+        return item.item() if isinstance(item, np.generic) else str(item)
+
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=plain)
+    return [*inner, _text(encodable("" if value is None else text))]
+
+
+def _image_of(value: Any) -> Image.Image | DecodedImage | None:
+    """The image that a value is, also as a part of a message; ``None`` for anything else."""
+    image = value["image"] if is_image(value) else value
+    return image if isinstance(image, Image.Image | DecodedImage) else None
+
+
+def _text_of(item: Any) -> Any:
+    """The text of a part of a message; anything else as it is."""
+    return item["text"] if isinstance(item, dict) and item.keys() == {"type", "text"} else item
 
 
 def tool_message(parts: list[dict[str, Any]]) -> Message:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from vlmrl.env.base import Env, encodable, obs
+from vlmrl.env.base import Env, Observation, encodable, obs
 from vlmrl.env.browser.browser_pool import BrowserFailure, BrowserPool, Lease, PoolLimits, shared_pool
 from vlmrl.env.browser.browser_tab import BrowserTab, TabKind
 from vlmrl.env.browser.computer_use import NAME, Action, computer_use_schema, read_action
@@ -173,7 +173,9 @@ class BrowserEnv(Env):
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
         """A message of the role ``tool`` if the prompt shows the tool, else of the role ``user``."""
-        return tool_message(parts_of(observation)) if self.tools else super().format_observation(observation)
+        return (
+            tool_message(parts_of(Observation(observation))) if self.tools else super().format_observation(observation)
+        )
 
     async def close(self) -> None:  # type: ignore[override]
         await self._pool.give_back(self._lease, self.reuse_tabs)
