@@ -65,7 +65,7 @@ def collected_fields(trajectory: Trajectory, model: str) -> dict[str, Any]:
 
 
 def is_conversation(trajectory: Trajectory) -> bool:
-    """Whether each turn follows the one before. Requests of an agent may be branches, and a history policy that asks starts a new one."""
+    """Whether each turn follows the one before. Requests of an agent may be branches, and a policy that asks starts a new one."""
     if any(turn.asked or (number and turn.rewritten is turn.messages) for number, turn in enumerate(trajectory.turns)):
         return False
     received = [turn.received for turn in trajectory.turns]
