@@ -44,9 +44,13 @@ def test_the_policys_own_messages_give_the_policys_own_context(form):
     assert rows[1].media[0].id == rows[0].media[0].id
 
 
+NOTE = {"role": "system", "content": ""}
+
+
 def hinted(messages):
-    """The last three messages, after a system message."""
-    return [{"role": "system", "content": "Look."}, *messages[-3:]]
+    """The last three messages, after a system message that the policy keeps and changes."""
+    NOTE["content"] = f"{len(messages)} messages."
+    return [NOTE, *messages[-3:]]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class AskingLoop(TurnLoop):
     async def _rewritten(self, messages: Messages, asker: Asker) -> Messages:
         assert self.history_policy is not None
         try:
-            return list(await await_user_code(self.history_policy(copied(messages), asker)))
+            return copied(list(await await_user_code(self.history_policy(copied(messages), asker))))
         except (EnvError, EngineError, EpisodeLimitError):
             raise
         except Exception as error:

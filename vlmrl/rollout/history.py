@@ -110,8 +110,8 @@ class Rerender(Append):
         copies = copied(self.messages)  # which the policy may change
         own = {id(copy): message for copy, message in zip(copies, self.messages, strict=True)}
         result = list(self._policy(list(copies)))
-        before = [own.get(id(each), each) for each in result]
-        return [old if same_messages([old], [each]) else each for old, each in zip(before, result, strict=True)]
+        pairs = [(own.get(id(each)), each) for each in result]  # a message of its own is copied: the policy may keep it
+        return [old if old is not None and same_messages([old], [each]) else copied(each) for old, each in pairs]
 
 
 def response_message(turn: Turn) -> Message:
