@@ -168,7 +168,6 @@ class Turn:
     stop_reason: str
     text: str
     messages: list[Message] = field(default_factory=list)  # what prompt_ids render
-    rewritten: list[Message] | None = None  # all messages of its prompt; None: `messages` were appended
     reward: float | None = None  # None: the env gave none
     metrics: dict[str, float] = field(default_factory=dict)
     points: list[PointSet] = field(default_factory=list)  # where the response acted on the last image before it
@@ -182,6 +181,9 @@ class Turn:
     kept_media: int = 0  # and how many of its images
     expert_routing: list[ExpertRouting | None] = field(default_factory=list)  # of prompt_ids and response_ids; or empty
     received: ReceivedRequest | None = None  # of an agent's request; None: the turn loop or a generator played the turn
+    rewritten: list[Message] | None = (
+        None  # all messages of a prompt that was rendered as a whole; None: they were appended
+    )
     asked: bool = False  # a history policy asked for the response, which the env did not get
     message: Message | None = None  # the response of a chat API, with its tool calls; None: the response is its text
 

@@ -229,6 +229,17 @@ def short(text: str, task: Task) -> float:
     return float(len(text) < 3)
 
 
+async def later(text: str, task: Task) -> float:
+    return 0.25
+
+
+@pytest.mark.parametrize(("limit", "ending"), [(100, "env_done"), (1, "length")])
+@pytest.mark.parametrize(("given", "reward"), [(later, 0.25), ((later, short), 1.25), ({short: 2.0, later: 4.0}, 3.0)])
+def test_reward_functions_may_be_async(limit: int, ending: str, given: Any, reward: float):
+    trajectory = play(resolve_env(None, given), ["no"], max_turns=1, max_response_tokens=limit)
+    assert (trajectory.ending, trajectory.reward) == (ending, reward)
+
+
 @pytest.mark.parametrize(("given", "reward"), [((right, short), 1.0), ({right: 2.0, short: 0.5}, 0.5)])
 def test_several_rewards_are_added_by_weight_and_each_is_a_metric(given: Any, reward: float):
     config = Config(reward=given, rollout=Rollout(max_turns=1))

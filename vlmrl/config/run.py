@@ -40,7 +40,7 @@ class Config(Settings):
     env_options: Options = field(default_factory=dict)
     """Keyword arguments of the env, as pairs `NAME VALUE`."""
     reward: Codes = None
-    """Reward function for single-turn tasks, instead of an env: `function(text, task) -> float`.
+    """Reward function for single-turn tasks, instead of an env: `function(text, task) -> float`, also `async`.
     Several are a list, or a dict with their weights: the reward is their sum, and each is a metric.
     With an agent: one `function(trajectory) -> float`."""
     agent: Agent = None

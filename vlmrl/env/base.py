@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter, mul
 from typing import Any
 
 from vlmrl.config import Config, Part
@@ -118,21 +119,36 @@ class Env(abc.ABC):
 
 
 class RewardEnv(Env):
-    """A single turn scored by functions ``reward(text, task) -> float``, each with its weight, also if the response was cut off."""
+    """A single turn scored by functions ``reward(text, task) -> float``, each with its weight, also if the response was cut off.
 
-    def __init__(self, task: Task, functions: Mapping[Callable[[str, Task], float], float]) -> None:
+    They may be ``async``: then ``step`` and ``finish`` return coroutines.
+    """
+
+    def __init__(self, task: Task, functions: Mapping[Callable[[str, Task], Any], float]) -> None:
         super().__init__(task)
         self.functions = functions
 
-    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        if list(self.functions.values()) == [1.0]:
-            return obs(), True, {"reward": next(iter(self.functions))(response_text, self.task)}
-        scores = {function: function(response_text, self.task) for function in self.functions}
-        total = None if None in scores.values() else sum(self.functions[each] * score for each, score in scores.items())
-        return obs(), True, {"reward": total, **{_name(function): score for function, score in scores.items()}}
+    def step(self, response_text: str) -> Any:
+        return self._scored(response_text, lambda info: (obs(), True, info))
 
-    def finish(self, ending: str) -> float | None:
-        return self.step(self.last_response)[2]["reward"] if ending in TRUNCATED else None
+    def finish(self, ending: str) -> Any:
+        return self._scored(self.last_response, itemgetter("reward")) if ending in TRUNCATED else None
+
+    def _scored(self, text: str, result: Callable[[dict[str, Any]], Any]) -> Any:
+        """The ``result`` of the scores of a text, or a coroutine of it."""
+        scores = [function(text, self.task) for function in self.functions]
+        return self._awaited(scores, result) if any(map(inspect.isawaitable, scores)) else result(self._info(scores))
+
+    async def _awaited(self, scores: list[Any], result: Callable[[dict[str, Any]], Any]) -> Any:
+        return result(self._info([await score if inspect.isawaitable(score) else score for score in scores]))
+
+    def _info(self, scores: list[Any]) -> dict[str, Any]:
+        """The reward, and with several functions or a weight the score of each."""
+        weights = list(self.functions.values())
+        if weights == [1.0]:
+            return {"reward": scores[0]}
+        total = None if None in scores else sum(map(mul, weights, scores))
+        return {"reward": total, **dict(zip(map(_name, self.functions), scores, strict=True))}
 
 
 @dataclass(frozen=True)
