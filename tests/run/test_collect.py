@@ -343,14 +343,24 @@ def test_an_episode_of_branches_is_no_row():
     assert collected_fields(trajectory, "m") == {"tokens": trajectory.num_tokens, "episode": None}
 
 
+async def asks_and_keeps(messages, asker):
+    await asker.ask([{"role": "user", "content": "Summarize."}])
+    return messages
+
+
+async def forgets(messages, asker):
+    return messages[-1:]
+
+
 def test_an_episode_whose_conversation_a_summary_replaced_is_no_row():
     """Its row had the task and the last response twice, and fine-tuning trained responses after what no policy saw."""
-    for turns, has_row in ((1, False), (9, True)):
+    rewriting = [partial(compact, turns=1), asks_and_keeps, forgets]
+    for policy, has_row in [*((each, False) for each in rewriting), (partial(compact, turns=9), True)]:
         options = Rollout(max_turns=3, max_tokens=900, max_response_tokens=60, samples="merged")
         parts = (resolve_env(Twice), script(["look", "a summary", "the answer"]), renderer(), new_store(), options, 0)
-        loop = AskingLoop(*parts, partial(compact, turns=turns))
+        loop = AskingLoop(*parts, policy)
         trajectory = asyncio.run(loop.play(a_task("Which?", [image("red")]), "collect/00000", "collect/00000/00"))
-        assert trajectory.ending == "env_done" and any(turn.asked for turn in trajectory.turns) != has_row
+        assert trajectory.ending == "env_done" and len(trajectory.turns) > 1
         assert (collected_fields(trajectory, "m")["episode"] is not None) == has_row
 
 
