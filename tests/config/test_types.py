@@ -52,7 +52,7 @@ def test_a_value_with_an_obvious_meaning_is_taken():
     assert Config(output_dir=Path("runs")).output_dir == "runs"
     options = {"words": ["a", "b"], "table": {"a": 1}}
     assert Config(env=Ask, env_options=options).env_options == options
-    assert replace(Config(env_options=options), seed=1).env_options == options
+    assert replace(Config(env=Ask, env_options=options), seed=1).env_options == options
 
 
 class Ask:

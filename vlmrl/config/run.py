@@ -158,10 +158,19 @@ class Config(Settings):
         has_env = any(part.env is not None or part.reward is not None for part in parts)
         message = "rollout.generate plays whole episodes itself, so env and reward must be unset."
         refuse_if(rollout.generate is not None and has_env, message)
+        self._check_env_options()
         if self.reward is not None and not self.has_agent:
             require(rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", rollout.max_turns)
         response, total = rollout.max_response_tokens, rollout.max_tokens
         require(response < total, "rollout.max_response_tokens", f"less than rollout.max_tokens ({total})", response)
+
+    def _check_env_options(self) -> None:
+        """Options are given to an env only: what has none would ignore them."""
+        rule = "must be unset without an env: reward functions, agents and rollout.generate take no options."
+        refuse_if(bool(self.env_options) and self.env is None, f"env_options {rule}")
+        for name, part in self.mixture.items():
+            has_env = part.env is not None or (part.reward is None and self.env is not None)
+            refuse_if(bool(part.env_options) and not has_env, f"mixture.{name}.env_options {rule}")
 
     def _check_agent(self) -> None:
         """An agent plays whole episodes, and its requests are turns of exact tokens that may form branches."""
