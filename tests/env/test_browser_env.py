@@ -235,6 +235,36 @@ def test_a_page_of_a_server_with_a_fragment_gets_its_seed(tmp_path):
         asyncio.run(main())
 
 
+def test_a_link_that_the_server_redirects_elsewhere_leads_back(tmp_path):
+    """Chromium's error page has no element that a reward script names: such a script failed the trajectory."""
+
+    async def app(scope, receive, send):
+        headers = [(b"content-type", b"text/html"), (b"location", b"http://example.com/")]
+        status = 302 if scope["path"] == "/elsewhere" else 200
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        style = "position:absolute;left:0;top:0;width:200px;height:100px"
+        await send(
+            {"type": "http.response.body", "body": f"<a id=link href=elsewhere style='{style}'>link</a>".encode()}
+        )
+
+    async def main():
+        site = type("Site", (BrowserEnv,), {"page": f"{url}/", "reward_script": "link.innerText === 'done' ? 1 : null"})
+        async with opened(site) as env:
+            for _ in range(2):
+                _, done, _ = await env.step(click(500, 500))
+                assert not done and await env.evaluate("location.pathname") == "/"
+
+    with served_asgi(app) as url:
+        asyncio.run(main())
+
+
+async def test_a_dead_link_to_a_file_leads_back(tmp_path):
+    html = "<a href='gone.html' style='position:absolute;left:0;top:0;width:200px;height:100px'>link</a>"
+    async with opened(page_env(tmp_path, html)) as env:
+        await env.step(click(500, 500))
+        assert await env.evaluate("document.body.innerText") == "link"
+
+
 async def test_a_file_url_may_have_escapes(tmp_path):
     (tmp_path / "a b").mkdir()
     page_env(tmp_path / "a b", "Hello")

@@ -16,6 +16,9 @@ HERE = Path(__file__).parent
 DEAD_PROXY = "http://127.0.0.1:9"  # of every context: what is not intercepted reaches nothing
 MAX_DIALOGS = 10  # of one observation; later ones are dismissed, which ends `while (confirm(...))`
 MOST_DIALOGS = 100  # of one observation; a page with more of them waits for an answer until the call's deadline
+ERROR_PAGE = (
+    "chrome-error:"  # after a dead link, and where the page's own server redirects to an address that is blocked
+)
 SETTLE_SECONDS = 2.0  # for requests of the page after an action
 
 
@@ -120,6 +123,8 @@ class BrowserTab:
         until = asyncio.get_running_loop().time() + SETTLE_SECONDS
         while self._pending and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.005)
+        if self._page.url.startswith(ERROR_PAGE):
+            await self._page.go_back()
 
     async def evaluate(self, expression: str, argument: Any = None) -> Any:
         return await self._evaluate(self._page, expression, argument)
