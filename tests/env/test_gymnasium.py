@@ -78,6 +78,20 @@ def test_a_response_without_actions_gets_an_error_message():
     assert trajectory.turns[1].messages[0]["content"] == "The response names no action."
 
 
+@pytest.mark.parametrize("actions", [0, 1, np.array([0.5, 0.25])])
+def test_actions_that_are_no_list_are_named(actions):
+    """The action 0 counted as none, and the policy saw numpy's error about an array's truth value as its observation."""
+
+    class Bare(RampEnv):
+        def read_actions(self, response):
+            return actions
+
+    trajectory = play(Bare, ["1"], task=a_task())
+    assert (
+        trajectory.failed and "read_actions of Bare must return a list of actions, but it returned" in trajectory.error
+    )
+
+
 def test_an_episode_that_is_cut_off_keeps_its_rewards():
     trajectory = play(RampEnv, ["10", "10"], max_turns=2)
     assert (trajectory.ending, trajectory.reward) == ("max_turns", 2.0)

@@ -71,10 +71,14 @@ class GymnasiumEnv(Env):
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         try:
             actions = self.read_actions(response_text)
-            if not actions:
-                raise ValueError("The response names no action.")
         except ValueError as error:
-            return obs(str(error)), False, {"reward": 0.0, "actions": 0, "invalid": 1}
+            return self._refused(str(error))
+        if not isinstance(actions, list | tuple):
+            raise TypeError(
+                f"read_actions of {type(self).__name__} must return a list of actions, but it returned {actions!r:.80}."
+            )
+        if not actions:
+            return self._refused("The response names no action.")
         total, done, taken, observation, info = 0.0, False, 0, None, {}
         while taken < len(actions) and not done:
             observation, reward, terminated, truncated, info = self.gym.step(actions[taken])
@@ -82,6 +86,9 @@ class GymnasiumEnv(Env):
         total = moderate_number(total, f"the reward of {type(self).__name__}")  # actions may break a simulation
         frame = obs() if done else obs(self.describe(info), images=[self._frame(observation)])
         return frame, done, {"reward": total, "actions": taken, "invalid": 0}
+
+    def _refused(self, why: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        return obs(why), False, {"reward": 0.0, "actions": 0, "invalid": 1}
 
     def close(self) -> None:
         if hasattr(self, "gym"):
