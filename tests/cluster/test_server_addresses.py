@@ -62,11 +62,11 @@ def test_servers_on_several_nodes_want_a_token_each(place):
     assert len(set(tokens)) == 2 and None not in tokens
 
 
-def test_servers_on_the_only_node_want_none(place):
+def test_a_server_on_the_only_node_listens_on_the_loopback_address(place):
     place(server_0=ONE, rank_0=ONE, rank_1=ONE)
     [server] = placed(Config(engine="sglang", cluster=Cluster(ranks=2)))
-    assert (server.url, server.token, server.beside) == ("http://127.0.0.1:30000", None, ())
-    assert TOKEN_VARIABLE not in server.process.launch.env
+    assert (server.url, server.beside) == ("http://127.0.0.1:30000", ())
+    assert server.process.launch.env[TOKEN_VARIABLE] == server.token
 
 
 def test_colocated_servers_use_the_gpus_of_the_ranks_beside_them(place):

@@ -1,4 +1,4 @@
-"""Tokens of servers that other machines can reach: sent with every request, and written nowhere."""
+"""Tokens of servers: made for each one, sent with every request, and written nowhere."""
 
 from __future__ import annotations
 
@@ -32,39 +32,38 @@ MODEL = ServedModel("/model", "float32")
 TOKEN = "0123456789abcdef" * 4
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "::1", "[::1]"])
-def test_an_address_that_only_its_own_machine_reaches_needs_no_token(host):
-    assert is_loopback(host)
-    assert SGLangBackend(ServerSettings()).new_token(host) is None
-
-
-@pytest.mark.parametrize("host", ["10.0.0.5", "0.0.0.0", "::", "fe80::1", "node7", "localhost.example.org", ""])
-def test_any_other_address_needs_one_of_256_bits_that_no_other_server_has(host):
-    assert not is_loopback(host)
-    backend = SGLangBackend(ServerSettings())
-    first, second = backend.new_token(host), backend.new_token(host)
-    assert len(first) == 64 and first != second
-
-
-@pytest.mark.parametrize(("name", "value"), [("host", "0.0.0.0"), ("--host", "10.0.0.5"), ("host", "::")])
-def test_a_setting_that_opens_a_server_to_other_machines_makes_it_want_a_token(name, value):
-    assert SGLangBackend(ServerSettings(args={name: value})).new_token("127.0.0.1") is not None
-    assert (
-        SGLangBackend(ServerSettings(args={"host": None})).new_token("10.0.0.5") is None
-    )  # SGLang's default is 127.0.0.1
-
-
 class Open(SGLangBackend):
     """A server program that checks no token."""
 
     capabilities = Capabilities()
 
 
-def test_a_server_program_that_checks_no_token_is_not_started_where_others_reach_it():
-    backend = Open(ServerSettings())
-    assert backend.new_token("127.0.0.1") is None
-    with pytest.raises(ValueError, match=r"must listen on the loopback address, but one would listen at 10\.0\.0\.5"):
-        backend.new_token("10.0.0.5")
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.5"])
+@pytest.mark.parametrize("backend", [SGLangBackend, VLLMBackend])
+def test_each_server_gets_a_token_of_256_bits_that_no_other_has(backend, host):
+    """On the loopback address, too: other users of the machine, and web pages, reach it there."""
+    first, second = (backend(ServerSettings()).new_token(host) for _ in range(2))
+    assert len(first) == 64 and first != second
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "::1", "[::1]"])
+def test_a_server_program_that_checks_no_token_is_started_on_the_loopback_address(host):
+    assert is_loopback(host)
+    assert Open(ServerSettings()).new_token(host) is None
+
+
+@pytest.mark.parametrize("host", ["10.0.0.5", "0.0.0.0", "::", "fe80::1", "node7", "localhost.example.org", ""])
+def test_a_server_program_that_checks_no_token_is_started_nowhere_else(host):
+    assert not is_loopback(host)
+    with pytest.raises(ValueError, match=rf"must listen on the loopback address, but one would listen at {host}"):
+        Open(ServerSettings()).new_token(host)
+
+
+@pytest.mark.parametrize(("name", "value"), [("host", "0.0.0.0"), ("--host", "10.0.0.5"), ("host", "::")])
+def test_a_setting_that_opens_a_server_to_other_machines_counts(name, value):
+    with pytest.raises(ValueError, match="must listen on the loopback address"):
+        Open(ServerSettings(args={name: value})).new_token("127.0.0.1")
+    assert Open(ServerSettings(args={"host": None})).new_token("10.0.0.5") is None  # SGLang's default is 127.0.0.1
 
 
 @pytest.mark.parametrize(
@@ -228,9 +227,7 @@ def test_a_run_with_running_servers_records_their_token_nowhere(fake, tmp_path, 
     assert TOKEN not in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize(("args", "guarded"), [({}, False), ({"host": "0.0.0.0"}, True)])
-def test_a_server_on_this_machine_wants_a_token_if_a_setting_opens_it(tmp_path, args, guarded):
-    settings = ServerSettings(args=args)
+def test_a_server_on_this_machine_gets_its_token_in_its_environment(tmp_path):
+    settings = ServerSettings()
     [server] = LocalServerHost(settings, tmp_path, torch.device("cpu"), ranks=1).servers(SGLangBackend(settings), MODEL)
-    assert (server.token is not None) == guarded
-    assert server.process.launch.env.get(TOKEN_VARIABLE) == server.token
+    assert server.token is not None and server.process.launch.env[TOKEN_VARIABLE] == server.token

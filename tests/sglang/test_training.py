@@ -10,13 +10,16 @@ import httpx
 from testing.real_servers import Served
 
 from vlmrl.config import Config, Optim, Train
+from vlmrl.engine.server import TOKEN_VARIABLE
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
 from vlmrl.run.serving import LocalServerHost
+from vlmrl.utils.tokens import bearer
 
 
-def with_external_server(family: Served, folder: Path, **settings: Any) -> Config:
+def with_external_server(family: Served, folder: Path, monkeypatch: Any, **settings: Any) -> Config:
+    monkeypatch.setenv(TOKEN_VARIABLE, family.server.token)
     config = family.run.config
     server = replace(config.server, urls=(family.server.url,), args={}, env={})
     return replace(config, output_dir=str(folder), server=server, optim=Optim(lr=3e-3), **settings)
@@ -32,7 +35,7 @@ def test_a_server_on_the_trainers_gpu_sleeps_during_training(qwen3, tmp_path, mo
     monkeypatch.setattr(LocalServerHost, "colocated", True)
     log = qwen3.server.process.launch.log
     before = log.read_text()
-    rows = rows_of(with_external_server(qwen3, tmp_path))
+    rows = rows_of(with_external_server(qwen3, tmp_path, monkeypatch))
     assert max(row["logprob_mismatch/max"] for row in rows) < qwen3.tolerance
     calls = log.read_text()[len(before) :]
     pauses, releases = (calls.count(f"POST /{name}") for name in ("pause_generation", "release_memory_occupation"))
@@ -42,12 +45,13 @@ def test_a_server_on_the_trainers_gpu_sleeps_during_training(qwen3, tmp_path, mo
     assert releases - 2 == calls.count("POST /resume_memory_occupation")
     assert SGLangBackend.restore_weights is not None
     for call in (SGLangBackend.restore_weights, SGLangBackend.wake, SGLangBackend.resume):
-        httpx.post(qwen3.server.url + call.path, json=call.body, timeout=60).raise_for_status()
+        headers = bearer(qwen3.server.token)
+        httpx.post(qwen3.server.url + call.path, json=call.body, headers=headers, timeout=60).raise_for_status()
 
 
-def test_rollouts_continue_during_training(qwen3, tmp_path):
+def test_rollouts_continue_during_training(qwen3, tmp_path, monkeypatch):
     train = Train(steps=4, groups_per_batch=2, max_staleness=1)
-    rows = rows_of(with_external_server(qwen3, tmp_path, train=train))
+    rows = rows_of(with_external_server(qwen3, tmp_path, monkeypatch, train=train))
     assert rows[0]["logprob_mismatch/max"] < qwen3.tolerance
     assert max(row["staleness/max"] for row in rows) == 1
     assert [row["failed"] for row in rows] == [0] * 4

@@ -6,10 +6,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 
 from testing import real_servers
 from vlmrl.config import Config, ServerSettings
+from vlmrl.engine.server import Server
+from vlmrl.utils.tokens import bearer
 
 SHIM = Path(__file__).parents[1] / "vllm/shim"
 
@@ -22,7 +25,8 @@ def vllm_config(model: Path, folder: Path, dtype: str = "float32", **settings: A
     return replace(real_servers.config_of(model, folder, dtype), engine="vllm", server=server)
 
 
-def gauge(url: str, name: str) -> float:
-    """The sum of one of the server's Prometheus gauges: ``gauge(url, "num_requests_running")`` is 2.0."""
-    text = urlopen(f"{url}/metrics", timeout=60).read().decode()
+def gauge(server: Server, name: str) -> float:
+    """The sum of one of the server's Prometheus gauges: ``gauge(server, "num_requests_running")`` is 2.0."""
+    request = UrlRequest(f"{server.url}/metrics", headers=bearer(server.token))
+    text = urlopen(request, timeout=60).read().decode()
     return sum(map(float, re.findall(rf"^vllm:{name}(?:{{[^}}]*}})? (\S+)$", text, re.M)))

@@ -18,9 +18,9 @@ class VLLMDriver(ServerDriver):
     promises_seeds = False  # on a CPU
 
     async def running(self) -> int:
-        url = self.pool.all[0].url
+        server = self.pool.all[0]
         names = ("num_requests_running", "num_requests_waiting")
-        return int(sum([await asyncio.to_thread(gauge, url, name) for name in names]))
+        return int(sum([await asyncio.to_thread(gauge, server, name) for name in names]))
 
 
 @pytest.fixture(scope="module")

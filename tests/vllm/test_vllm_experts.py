@@ -40,7 +40,7 @@ def test_a_response_that_an_update_interrupts_has_the_experts_of_the_new_weights
     async def interrupted(seed):
         tasks = []
         async with asyncio.timeout(600):
-            while await asyncio.to_thread(gauge, experts.server.url, "num_requests_running") < 2:
+            while await asyncio.to_thread(gauge, experts.server, "num_requests_running") < 2:
                 if all(task.done() for task in tasks):
                     tasks = [asyncio.create_task(experts.run.engine.generate(request)) for request in requests]
                 await asyncio.sleep(0.05)

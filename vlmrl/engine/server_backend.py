@@ -38,8 +38,7 @@ TOKEN_VALUES, OTHER_VALUES = 100, 10_000  # in a response: of each token, and be
 DECODER_LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 """The layers of every decoder of transformers without recurrent layers."""
 NO_API_KEY = (
-    f"servers that the run starts get a token of their own if other machines can reach them; for external servers, set the "
-    f"environment variable {TOKEN_VARIABLE}"
+    f"each server that the run starts gets its own token; for external servers, set {TOKEN_VARIABLE} in the environment"
 )
 
 
@@ -313,19 +312,19 @@ class ServerBackend(ABC):
         return self.default_host if own is None or own is False else str(own)
 
     def new_token(self, host: str) -> str | None:
-        """A new token of 256 bits for a server that is launched with ``host``. None: it listens on the loopback address.
+        """A new token of 256 bits for a server that is launched with ``host``. None: its program checks no token.
 
-        Raises ValueError if other machines could reach the server, and its program checks no token.
+        Raises ValueError if other machines could reach a server that checks none.
         """
+        if self.capabilities.token:
+            return secrets.token_hex(32)
         address = self.listens_at(host)
-        if is_loopback(address):
-            return None
-        if not self.capabilities.token:
+        if not is_loopback(address):
             raise ValueError(
                 f"with engine {self.name}, servers must listen on the loopback address, but one would listen at {address}, and it "
                 "checks no token: it would answer everybody. Use one node, or set server.urls to servers that you start."
             )
-        return secrets.token_hex(32)
+        return None
 
     @abstractmethod
     def parse_info(self, response: Any) -> ServerInfo: ...
