@@ -136,3 +136,9 @@ def test_a_metadata_file_may_list_several_images_of_a_row(tmp_path):
     (tmp_path / "photos" / "metadata.jsonl").write_text(row)
     task = load_tasks(Data(str(tmp_path / "photos")))[0]
     assert [str(image).rpartition("/")[2] for image in task.images] == ["b.png", "a.png"]
+
+
+def test_a_log_has_no_progress_bar_of_the_reader(tmp_path, capfd):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say a.", "answer": "a"}\n')
+    assert len(load_rows(str(tmp_path / "rows.jsonl"), "train")) == 1
+    assert capfd.readouterr().err == ""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,20 @@ def _field(row: dict[str, Any], name: str) -> Any:
     return value
 
 
+@contextmanager
+def _progress_in_terminals_only() -> Iterator[None]:
+    """In a log, the progress bars of ``datasets`` are lines of noise."""
+    if sys.stderr.isatty() or hf.are_progress_bars_disabled():
+        yield
+        return
+    hf.disable_progress_bars()
+    try:
+        yield
+    finally:
+        hf.enable_progress_bars()
+
+
+@_progress_in_terminals_only()
 def load_rows(path: str, split: str) -> Rows:
     """The rows of one split, which may be a slice such as ``train[:100]``.
 
