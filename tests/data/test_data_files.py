@@ -142,3 +142,11 @@ def test_a_log_has_no_progress_bar_of_the_reader(tmp_path, capfd):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Say a.", "answer": "a"}\n')
     assert len(load_rows(str(tmp_path / "rows.jsonl"), "train")) == 1
     assert capfd.readouterr().err == ""
+
+
+def test_a_text_of_csv_that_means_nothing_to_pandas_stays_a_text(tmp_path):
+    """The answers NA, None and null were empty cells, which are bad rows."""
+    (tmp_path / "rows.csv").write_text("prompt,answer,level\nA?,NA,1\nB?,None,\nC?,null,3\n")
+    tasks = load_tasks(Data(str(tmp_path / "rows.csv")))
+    assert [task.answer for task in tasks] == ["NA", "None", "null"]
+    assert [task.data["level"] for task in tasks] == [1.0, None, 3.0]

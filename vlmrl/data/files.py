@@ -21,6 +21,9 @@ from vlmrl.data.row_images import json_as_written
 from vlmrl.utils.json_files import finite_float
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+READER_OPTIONS = {
+    "csv": {"keep_default_na": False, "na_values": [""]}
+}  # or texts such as NA, None and null would be empty cells
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"}
 _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
@@ -235,7 +238,7 @@ def _load_files(paths: list[Path], split: str) -> hf.Dataset:
     files = {_base(split): [str(path) for path in paths]}
     kind = FORMATS[suffixes.pop()]
     try:
-        dataset = hf.load_dataset(kind, data_files=files, split=split)
+        dataset = hf.load_dataset(kind, data_files=files, split=split, **READER_OPTIONS.get(kind, {}))
         return _with_texts(dataset, paths, split) if kind == "json" else dataset
     except Exception as error:  # datasets raises many kinds: StopIteration, ArrowInvalid, DatasetGenerationError
         raise ValueError(f"data.path cannot be read: {_describe_error(paths, error)}") from error
