@@ -53,6 +53,35 @@ def test_texts_beside_values_of_other_types_stay_texts_and_numbers_keep_their_di
     assert list(files.Rows(files._load_hub(str(tmp_path / "data"), "train[2:]"))) == rows[2:]
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (4, "007"),
+        (1.5, "1.50"),
+        (True, "True"),
+        (True, 1),
+        ("4", 4),
+        ("x", {"y": 1}),
+        ({"a": 4}, {"a": "007"}),
+        ([1], ["1"]),
+    ],
+)
+@pytest.mark.parametrize("several", [True, False])
+def test_values_stay_what_they_are_beside_those_of_another_file_or_of_ten_megabytes_before(
+    tmp_path, first, then, several
+):
+    """The reader takes the types of the first file's first 10 MiB, and made of all later values what has these types."""
+    rows = [{"answer": value, "more": "x"} for value in (first, then)]
+    if several:
+        for name, row in zip("ab", rows, strict=True):
+            (tmp_path / f"train-{name}.jsonl").write_text(json.dumps(row))
+    else:
+        rows[0]["more"] = "x" * (10 * 2**20 + 1)
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = [row["answer"] for row in load_rows(str(tmp_path), "train")]
+    assert json.dumps(read) == json.dumps([first, then])
+
+
 def test_the_parts_of_a_saved_dataset_are_those_that_the_split_names(tmp_path):
     rows = hf.Dataset.from_dict({"prompt": list("abcdefg")})
     rows.save_to_disk(tmp_path / "one")

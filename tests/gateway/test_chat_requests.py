@@ -152,6 +152,15 @@ def test_a_form_for_responses_is_refused_alike_in_both_apis(read, fields):
     assert error.status == 400 and error.message.endswith(f": {FORM_REMEDY}.") and next(iter(fields)) in error.code
 
 
+@pytest.mark.parametrize("kind", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_a_conversation_that_the_server_would_keep_is_refused_so_that_anthropics_sdk_sends_it_whole(kind):
+    """It was ignored, so that a request of `tool_runner` after the first had neither the task nor tools."""
+    details = anthropic_error(error_of(anthropic_chat, thread=kind))["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert anthropic_chat(thread=None).overridden == ()
+    assert error_of(anthropic_chat, compaction={"type": "summary"}).code == "compaction"
+
+
 def test_what_else_anthropics_output_config_sets_is_overridden():
     assert anthropic_chat(output_config={"effort": "low", "format": None}).overridden == ("output_config",)
 

@@ -264,6 +264,32 @@ def anthropic_streaming(client) -> str:
     return anthropic_loop(client, send)
 
 
+def anthropic_tool_runner(client) -> str:
+    """The SDK's own loop, which leaves the conversation to the server (`thread`) unless the server refuses that."""
+    from anthropic import beta_tool
+
+    @beta_tool
+    def zoom(quarter: str) -> list:
+        """Does zoom."""
+        return [anthropic_image("red"), {"type": "text", "text": "Closer:"}]
+
+    @beta_tool
+    def note(text: str, ratio: float, tags: dict) -> str:
+        """Does note."""
+        return json.dumps({"text": text, "ratio": ratio, "tags": tags})
+
+    @beta_tool
+    def nothing() -> str:
+        """Does nothing."""
+        return "nothing"
+
+    asked = {"role": "user", "content": [anthropic_image("blue"), {"type": "text", "text": "What color is it?"}]}
+    messages = client.anthropic().beta.messages
+    tools = [zoom, note, nothing]
+    runner = messages.tool_runner(model=client.model, max_tokens=200, messages=[asked], tools=tools)
+    return runner.until_done().content[0].text
+
+
 ARGUMENTS = [{"quarter": "top left"}, NOTE, {"quarter": "bottom right"}, {}]
 IMAGES = {"sampled": [1, 1, 1, 0], "odd": [1, 0, 1]}
 LOST = {
@@ -283,6 +309,7 @@ LOST = {
         ("litellm", litellm_sync, IMAGES),
         ("anthropic", anthropic_sync, IMAGES),
         ("anthropic", anthropic_streaming, IMAGES),
+        ("anthropic", anthropic_tool_runner, IMAGES),
         ("agents", openai_agents, LOST),
         ("langgraph", langgraph, IMAGES),
     ],

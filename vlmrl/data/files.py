@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ READER_OPTIONS = {
 }  # or texts such as NA, None and null would be empty cells
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"}
 _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
+_TYPES = {
+    "string": (str,),
+    "int64": (int,),
+    "float64": (int, float),
+    "bool": (bool,),
+}  # of JSON, in those of `datasets`
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
 
 
@@ -248,14 +255,42 @@ def _with_texts(dataset: hf.Dataset, paths: list[Path], split: str) -> hf.Datase
     """The rows of JSON files, read again where the reader of ``datasets`` changes texts.
 
     Times were texts like 2020-01-01, since JSON has none. Where values have several types, such as contents that are texts or lists
-    of parts, that reader takes a text for JSON, so that the response "4" is a number, and cuts numbers to ten digits.
+    of parts, that reader takes a text for JSON, so that the response "4" is a number, and cuts numbers to ten digits. Where the first
+    file's first 10 MiB have one type, it makes all later values of that type: the text "007" is a 7 after a number.
     """
-    if not _changes_texts(dataset):
+    cast = _cast_columns(dataset.features, paths)
+    if not cast and not _changes_texts(dataset):
         return dataset
-    features = hf.Features(_times_as_texts(dict(dataset.features)))
+    exact = dict.fromkeys(cast, hf.Json()) if cast else {}
+    features = hf.Features(_times_as_texts(dict(dataset.features)) | exact)
     stamps = [path.stat().st_mtime_ns for path in paths]  # for the cache of `datasets`, which does not read the files
     given = {"paths": tuple(map(str, paths)), "stamps": tuple(stamps), "features": features}
     return _rows_of_split({_base(split): hf.Dataset.from_generator(_json_rows, features, gen_kwargs=given)}, split)
+
+
+def _cast_columns(features: dict[str, Any], paths: list[Path]) -> set[str]:
+    """The columns with values of another type than their features have."""
+    if len(paths) == 1 and paths[0].stat().st_size <= 10 * 2**20:  # the reader has seen all of it
+        return set()
+    found: set[str] = set()
+    try:
+        for row in filter(lambda row: isinstance(row, dict), chain.from_iterable(map(_parsed, paths))):
+            found.update(name for name, feature in features.items() if not _fits(row.get(name), feature))
+    except (ValueError, RecursionError):  # one object of many lines, or no UTF-8
+        return set()
+    return found
+
+
+def _fits(value: Any, feature: Any) -> bool:
+    if value is None:
+        return True
+    if isinstance(feature, hf.Value):
+        return type(value) in _TYPES.get(feature.dtype, (type(value),))
+    if isinstance(feature, dict):
+        return isinstance(value, dict) and all(_fits(value.get(name), inner) for name, inner in feature.items())
+    if isinstance(feature, hf.List):
+        return isinstance(value, list) and all(_fits(each, feature.feature) for each in value)
+    return True
 
 
 def _changes_texts(dataset: hf.Dataset) -> bool:
@@ -285,13 +320,16 @@ def _holds_json(feature: Any) -> bool:
 
 
 def _json_rows(paths: tuple[str, ...], stamps: tuple[int, ...], features: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of files with a JSON object a line, or with one list of them."""
     for path in paths:
-        with Path(path).open(encoding="utf-8-sig") as lines:
-            first = lines.read(1)
-            lines.seek(0)
-            rows = json.load(lines) if first == "[" else map(json.loads, filter(str.strip, lines))
-            yield from (_written(row, features) for row in rows)
+        yield from (_written(row, features) for row in _parsed(Path(path)))
+
+
+def _parsed(path: Path) -> Iterator[Any]:
+    """The rows of a file with a JSON object a line, or with one list of them."""
+    with path.open(encoding="utf-8-sig") as lines:
+        first = lines.read(1)
+        lines.seek(0)
+        yield from json.load(lines) if first == "[" else map(json.loads, filter(str.strip, lines))
 
 
 def _written(value: Any, feature: Any) -> Any:

@@ -31,6 +31,8 @@ REFUSED_BY_MESSAGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "mcp_servers": (([],), "the agent calls its tools itself"),
     "container": ((), "the agent calls its tools itself"),
     "output_format": ((), FORM_REMEDY),
+    "thread": ((), "the endpoint keeps no conversation, so each request needs all of its messages"),
+    "compaction": ((), "ask for the summary in a message"),
 }
 OVERRIDDEN_BY_MESSAGES = ("temperature", "top_p", "top_k", "thinking", "output_config")
 READ = {"model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"}
@@ -230,7 +232,10 @@ def anthropic_error(error: ChatError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error", 410: "not_found_error", 413: "request_too_large"}
     kinds |= {408: "timeout_error", 429: "rate_limit_error", 503: "overloaded_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message, "code": error.code}}
+    described: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code}
+    if error.code == "thread":  # upon this, the SDK's tool_runner sends whole conversations
+        described["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": described}
 
 
 def anthropic_error_event(error: ChatError) -> bytes:
