@@ -63,6 +63,35 @@ async def test_a_page_with_endless_dialogs_fails_alone(tmp_path):
         assert other._pool.counts["hung"] == 0
 
 
+@pytest.mark.parametrize(
+    "flood",
+    [
+        "console.log(1)",
+        "console.context().log(1)",
+        "Promise.reject(1)",
+        'document.body.appendChild(document.createElement("iframe")).contentWindow.console.log(1)',
+    ],
+)
+async def test_a_page_writes_to_no_console(tmp_path, flood):
+    """A page that did so without an end held up the driver of all episodes for longer than their calls may take."""
+    async with opened(page_env(tmp_path, on_click(f"{flood}; window.reward = 1"))) as env:
+        heard: list[Any] = []
+        for event in ("console", "weberror"):
+            env._tab._context.on(event, lambda what: heard.append(what))
+        _, done, info = await env.step(click(500, 500))
+        assert done and info["reward"] == 1
+        await env.evaluate("0")
+        assert heard == []
+
+
+async def test_an_error_of_a_page_stays_in_it(tmp_path):
+    async with opened(page_env(tmp_path, on_click("window.seen = 1; throw 1"))) as env:
+        heard: list[Any] = []
+        env._tab._context.on("weberror", lambda what: heard.append(what))
+        await env.step(click(500, 500))
+        assert await env.evaluate("window.seen") == 1 and heard == []
+
+
 def site(url: str) -> type[BrowserEnv]:
     return type("Site", (BrowserEnv,), {"page": f"{url}/"})
 

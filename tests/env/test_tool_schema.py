@@ -10,6 +10,7 @@ from testing.hostile import CANARY, CANARY_HOST, harmless
 
 from vlmrl.env import schema_check, tool_schema
 from vlmrl.env.tool_calls import ToolCall
+from vlmrl.env.tool_schema import check_tools
 from vlmrl.env.tools import problem_with
 from vlmrl.utils.bounded import BoundedFunction
 
@@ -131,6 +132,36 @@ def test_a_check_that_would_not_end_is_the_models_problem(schema: Any, value: An
     began = time.process_time()
     assert problem(schema, a=value) == "f: arguments: they are too large or nested too deeply to be checked."
     assert time.process_time() - began < 60  # without limits it is for ever
+
+
+MIXED: list[Any] = [each for number in range(5000) for each in (number, str(number))]  # cannot be sorted
+RANGES = "(?i)" + "[\0-\uffff]" * 1000  # 20 ms of compiling for each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": MIXED},
+        {"$schema": "http://json-schema.org/draft-04/schema#", "enum": MIXED},
+        {"pattern": RANGES},
+    ],
+    ids=["types", "enum", "pattern"],
+)
+def test_tools_whose_check_would_not_end_are_refused(schema: Any, monkeypatch):
+    check = BoundedFunction(f"{schema_check.__file__}:wrong_schema", cpu_seconds=0.25)
+    monkeypatch.setattr(tool_schema, "_bounded_schemas", check)
+    schema = takes(schema, **{key: schema[key] for key in ("$schema",) if key in schema})
+    with pytest.raises(ValueError, match="env E: the parameters of its tools are too large to be checked"):
+        check_tools([{"name": "f", "parameters": schema}], "env E")
+    check.close()
+
+
+@pytest.mark.slow
+def test_a_long_schema_is_checked_too():
+    wrong = takes({"type": "text"}, description="." * 10_000)
+    with pytest.raises(ValueError, match=r"tool 'f'\['properties'\]\['a'\]\['type'\] are not a valid JSON schema"):
+        check_tools([{"name": "f", "parameters": wrong}], "env E")
 
 
 @pytest.mark.slow

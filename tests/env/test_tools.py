@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import time
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from testing.episodes import renderer as renderer_of_tests
 from testing.templates import TEMPLATES, full_text, ids_of, real_renderer
 
 from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, obs, read_tags, read_tool_calls
+from vlmrl.env import tools
 from vlmrl.env.base import resolve_env
 from vlmrl.env.session import EnvContractError
 from vlmrl.env.tools import parts_of, problem_with, tool_schema
@@ -247,6 +249,27 @@ def test_a_hostile_response_is_read_in_linear_time(body: str, tool_format: str):
     began = time.thread_time()
     assert all(call.problem for call in read_tool_calls(f"<tool_call>\n{body}\n</tool_call>", [ADD], tool_format))
     assert time.thread_time() - began < 5  # milliseconds; a pattern with two repeats needs minutes
+
+
+def test_a_hostile_schema_is_read_in_linear_time():
+    """A key of twelve tildes has 4,096 references, and each of them led to all of the schema."""
+    name, aliases = "~" * 12, product(("~", "~0"), repeat=12)
+    references = [{"$ref": f"#/{''.join(each)}"} for each in islice(aliases, 1000)]
+    parameters = {"additionalProperties": {"anyOf": references}, name: {"anyOf": [True] * 10_000 + references}}
+    written = "<tool_call><function=f><parameter=x>7</parameter></function></tool_call>"
+    began = time.thread_time()
+    tool = {"name": "f", "parameters": {**parameters, "properties": {"y": {"enum": [*range(100_000)]}}}}
+    assert read_tool_calls(written, [tool], "xml") == [ToolCall("f", {"x": "7"})]
+    assert read_tool_calls(written.replace("=x", "=y"), [tool], "xml") == [ToolCall("f", {"y": 7})]
+    assert time.thread_time() - began < 1  # it was 3.5 s
+
+
+def test_calls_that_are_not_run_are_not_checked(monkeypatch):
+    """A check may take two seconds in processes that all episodes share, also long after its own episode has timed out."""
+    checked: list[str] = []
+    monkeypatch.setattr(tools, "check_arguments", lambda name, *_: checked.append(name) or "")
+    _, _, info = step(new(Sums), call("add", a=1) * 100)
+    assert len(checked) == Sums.max_calls and info == {"tool_calls": 100, "tool_errors": 100 - Sums.max_calls}
 
 
 def test_thousands_of_calls_get_their_errors_at_once():

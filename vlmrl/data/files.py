@@ -22,17 +22,12 @@ from vlmrl.data.row_images import json_as_written
 from vlmrl.utils.json_files import finite_float
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-READER_OPTIONS = {
-    "csv": {"keep_default_na": False, "na_values": [""]}
-}  # or texts such as NA, None and null would be empty cells
+READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""]}}
+"""For the readers of ``datasets``. Texts such as NA, None and null of CSV would be empty cells."""
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"}
 _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
-_TYPES = {
-    "string": (str,),
-    "int64": (int,),
-    "float64": (int, float),
-    "bool": (bool,),
-}  # of JSON, in those of `datasets`
+_TYPES = {"string": (str,), "int64": (int,), "float64": (int, float), "bool": (bool,)}
+"""The types of JSON's values by those that ``datasets`` gives columns."""
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
 
 

@@ -45,3 +45,13 @@ def schema_errors(arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str
         return {"problem": "arguments: they are too large or nested too deeply to be checked"}
     except Exception as error:
         return {"wrong": f"{type(error).__name__}: {error}"}
+
+
+def wrong_schema(schemas: dict[str, dict[str, Any]]) -> list[str]:
+    """The name of the first one that is no JSON schema, the place, and why; empty if all are."""
+    for name, schema in schemas.items():
+        try:
+            jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator).check_schema(schema)
+        except jsonschema.SchemaError as error:
+            return [name, "".join(f"[{key!r}]" for key in error.absolute_path), error.message[:300]]
+    return []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from vlmrl.utils.json_files import strict_json
@@ -14,6 +15,7 @@ Schema = dict[str, Any]
 Tools = Sequence[Schema] | Mapping[str, Schema]
 
 MAX_DEPTH = 100  # of nested arguments
+MAX_PARTS = 500  # of a schema, and values, that are looked at for the types of an argument
 XML_FORM = "a call is <function=NAME>, then <parameter=NAME>value</parameter> for each argument, then </function>."
 GLM_FORM = "a call is NAME, then <arg_key>NAME</arg_key> and <arg_value>value</arg_value> for each argument, between <tool_call> tags."
 LITERALS = {"true": True, "false": False, "none": None, "null": None}  # templates write Python's, models JSON's
@@ -185,22 +187,29 @@ def _typed(text: str, key: str, parameters: Schema) -> Any:
 
 
 def _types(schema: Schema, parameters: Schema) -> set[str]:
-    """The JSON types that a schema declares, by its parts and values and by references into ``parameters``, too; empty if none."""
-    found, followed, waiting = set[str](), set[str](), [schema]
-    while waiting:
-        option = waiting.pop()
+    """The JSON types that a schema declares, by its parts and values and by references into ``parameters``, too; empty if none.
+
+    Of a schema with more than MAX_PARTS parts and values, by the first ones: each argument of a response looks at them.
+    """
+    found, parts, followed = set[str](), [schema], set[str]()
+
+    def add(more: Iterable[Any]) -> None:
+        parts.extend(islice(more, MAX_PARTS - len(parts)))
+
+    for option in parts:
         if not isinstance(option, dict):
             continue
         found.update(_as_list(option.get("type", [])))
         if "type" not in option:
-            values = [*option.get("enum", ()), *([option["const"]] if "const" in option else ())]
-            found.update(JSON_TYPES[type(value)] for value in values if type(value) in JSON_TYPES)
+            if "const" in option and type(option["const"]) in JSON_TYPES:
+                found.add(JSON_TYPES[type(option["const"])])
+            add({"const": value} for value in option.get("enum", ()))
         for keyword in ("anyOf", "oneOf", "allOf"):
-            waiting += option.get(keyword, ())
+            add(option.get(keyword, ()))
         reference = option.get("$ref", "")
         if reference.startswith("#/") and reference not in followed:
             followed.add(reference)
-            waiting.append(_part(parameters, reference))
+            add([_part(parameters, reference)])
     return found
 
 

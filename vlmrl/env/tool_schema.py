@@ -10,8 +10,6 @@ import json
 import re
 from typing import Any
 
-import jsonschema
-
 from vlmrl.env import schema_check
 from vlmrl.utils.bounded import BoundedFunction, LimitError
 from vlmrl.utils.require import require
@@ -19,8 +17,11 @@ from vlmrl.utils.require import require
 COSTLY = tuple(f'"{key}' for key in ("$ref", "$dynamicRef", "$recursiveRef", "pattern", "uniqueItems", "unevaluated"))
 """The work of all other keywords is at most the schema's size times the arguments'."""
 MAX_WORK = 1_000_000  # characters of JSON times characters of JSON: 50 ms
+MAX_SCHEMAS = 5000  # characters of the parameters of all tools: values of a list are compared with each other, 0.2 s
 CPU_SECONDS = 2.0  # of a check that may be longer
+SCHEMA_SECONDS = 10.0  # of CPU for the schemas of all tools; a thousand ordinary ones take 3
 _bounded_check = BoundedFunction(f"{schema_check.__file__}:schema_errors", cpu_seconds=CPU_SECONDS)
+_bounded_schemas = BoundedFunction(f"{schema_check.__file__}:wrong_schema", cpu_seconds=SCHEMA_SECONDS)
 
 
 def check_arguments(name: str, arguments: dict[str, Any], schema: dict[str, Any]) -> str:
@@ -50,7 +51,7 @@ def check_tools(tools: Any, where: str) -> None:
     ``where`` names their owner in the message.
     """
     require(isinstance(tools, list), f"{where}: tools", "a list of JSON schemas", tools)
-    seen: set[str] = set()
+    parameters: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(tools):
         name = f"{where}: tools[{number}]"
         require(isinstance(tool, dict), name, "a dict", tool)
@@ -59,17 +60,28 @@ def check_tools(tools: Any, where: str) -> None:
         own = function.get("name")
         valid = isinstance(own, str) and re.fullmatch(r"[\w.-]+", own) is not None
         require(valid, f"{name}'s name", "letters, digits, '_', '-' and '.'", own)
-        require(own not in seen, f"{name}'s name", "used once", own)
-        seen.add(own)
-        _check_parameters(f"{where}: the parameters of tool {own!r}", function.get("parameters", {}))
+        require(own not in parameters, f"{name}'s name", "used once", own)
+        parameters[own] = function.get("parameters", {})
+        require(
+            isinstance(parameters[own], dict),
+            f"{where}: the parameters of tool {own!r}",
+            "a JSON schema",
+            parameters[own],
+        )
+    _check_parameters(parameters, where)
 
 
-def _check_parameters(name: str, parameters: Any) -> None:
-    require(isinstance(parameters, dict), name, "a JSON schema", parameters)
+def _check_parameters(parameters: dict[str, dict[str, Any]], where: str) -> None:
+    """Raises ValueError unless each tool's parameters are a JSON schema of an object."""
+    text = json.dumps(parameters, default=repr)
+    is_cheap = len(text) <= MAX_SCHEMAS and '"pattern' not in text
     try:
-        jsonschema.validators.validator_for(parameters, jsonschema.Draft202012Validator).check_schema(parameters)
-    except jsonschema.SchemaError as error:
-        place = "".join(f"[{key!r}]" for key in error.absolute_path)
-        raise ValueError(f"{name}{place} are not a valid JSON schema: {error.message[:300]}.") from error
-    kind = parameters.get("type", "object")
-    require(kind == "object", f"{name}['type']", "object, since a call has named arguments", kind)
+        wrong = (schema_check.wrong_schema if is_cheap else _bounded_schemas)(json.loads(text))
+    except LimitError as error:
+        raise ValueError(f"{where}: the parameters of its tools are too large to be checked.") from error
+    if wrong:
+        own, place, reason = wrong
+        raise ValueError(f"{where}: the parameters of tool {own!r}{place} are not a valid JSON schema: {reason}.")
+    for own, schema in parameters.items():
+        kind, name = schema.get("type", "object"), f"{where}: the parameters of tool {own!r}['type']"
+        require(kind == "object", name, "object, since a call has named arguments", kind)

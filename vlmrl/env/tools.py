@@ -142,7 +142,9 @@ class ToolEnv(Env):
         Override it, and :meth:`show_results`, for another protocol: fewer calls, looser arguments, other explanations.
         """
         calls = read_tool_calls(response, self.tools, self.tool_format)
-        return [replace(call, problem=problem_with(call, self.tools)) for call in calls]
+        # Those that are not run are not checked, which may take seconds for each, in processes that all episodes share.
+        checked = [replace(call, problem=problem_with(call, self.tools)) for call in calls[: self.max_calls]]
+        return checked + [self._late()] * (len(calls) - len(checked))
 
     def show_results(self, results: list[ToolResult]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The observation and the info after a response's calls."""
@@ -154,12 +156,14 @@ class ToolEnv(Env):
         calls = list(self.read_calls(response_text))
         if not calls:
             return self._end(self.judge(response_text))
-        late = ToolCall(problem=f"at most {self.max_calls} calls are taken at once.")
-        calls[self.max_calls :] = [late] * len(calls[self.max_calls :])
+        calls[self.max_calls :] = [self._late()] * len(calls[self.max_calls :])
         started = [self._start(call, len(calls) > 1) for call in calls]
         if any(isinstance(call, Future) and not _has_value(call) for call in started):
             return self._collect(started)
         return _finished(self._observe([self._read(call) if isinstance(call, Future) else call for call in started]))
+
+    def _late(self) -> ToolCall:
+        return ToolCall(problem=f"at most {self.max_calls} calls are taken at once.")
 
     async def _end(self, verdict: Any) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         """The last result of ``step``, with what ``judge`` returned."""
