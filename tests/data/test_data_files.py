@@ -71,15 +71,16 @@ def test_values_stay_what_they_are_beside_those_of_another_file_or_of_ten_megaby
     tmp_path, first, then, several
 ):
     """The reader takes the types of the first file's first 10 MiB, and made of all later values what has these types."""
-    rows = [{"answer": value, "more": "x"} for value in (first, then)]
+    rows, folder = [{"answer": value, "more": "x"} for value in (first, then)], tmp_path / "data"
+    folder.mkdir()
     if several:
         for name, row in zip("ab", rows, strict=True):
-            (tmp_path / f"train-{name}.jsonl").write_text(json.dumps(row))
+            (folder / f"train-{name}.jsonl").write_text(json.dumps(row))
     else:
         rows[0]["more"] = "x" * (10 * 2**20 + 1)
-        (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = [row["answer"] for row in load_rows(str(tmp_path), "train")]
-    assert json.dumps(read) == json.dumps([first, then])
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for read in (load_rows(str(folder), "train"), files.Rows(files._load_hub(str(folder), "train"))):
+        assert json.dumps([row["answer"] for row in read]) == json.dumps([first, then])
 
 
 def test_the_parts_of_a_saved_dataset_are_those_that_the_split_names(tmp_path):

@@ -157,7 +157,7 @@ def task_name(path: Path, split: str) -> str:
 def _load_hub(path: str, split: str) -> hf.Dataset:
     try:
         dataset = hf.load_dataset(path, split=split)
-        if not _changes_texts(dataset):
+        if dataset.builder_name != "json":
             return dataset
         builder = hf.load_dataset_builder(path)
         if "Json" not in [kind.__name__ for kind in type(builder).__mro__]:
