@@ -133,11 +133,13 @@ def test_bad_rows_are_counted_and_too_many_of_them_end_the_run(config, rows, tmp
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     lines[0] = lines[0].replace("red.png", "none.png")
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
-    data = {"rows": Conversations(path=str(tmp_path / "bad.jsonl"), epochs=1.0)}
+    data = {"rows": Conversations(path=str(tmp_path / "bad.jsonl"), epochs=2.0)}
     some = replace(config, sft=replace(config.sft, data=data, rows_per_step=8), save_model=False)
     run_training(some)
-    assert logged(some)[-1]["sft/bad_rows/images"] == 1.0
-    assert "sft000001: 1 of 8 rows are left out (1 images)" in capsys.readouterr().out
+    assert logged(some)[-1]["sft/bad_rows/images"] == 2.0
+    output = capsys.readouterr().out
+    assert "sft000001: 1 of 8 rows are left out (1 images)" in output
+    assert output.count("no image 'none.png'") == 1  # not in each epoch
     with pytest.raises(ValueError, match=r"more than rollout.max_failed_fraction \(0.1\)") as error:
         run_training(replace(some, rollout=replace(some.rollout, max_failed_fraction=0.1)))
     assert "row 0 of" in str(error.value) and "no image 'none.png'" in str(error.value)

@@ -288,6 +288,7 @@ class ConversationSource(Source):
         assert run.conversations is not None
         self._rows, self._held_out = run.conversations
         self._bad = Counter[str]()
+        self._said = set[str]()
         config = run.config
         self._draws = step_draws(self._rows, config.sft.rows_per_step)
         super().__init__(run, progress, len(self._draws), replace(config.optim, lr=config.sft.lr))
@@ -327,7 +328,9 @@ class ConversationSource(Source):
             if len(bad) > limit * len(draws):
                 rule = f"That is more than rollout.max_failed_fraction ({limit:g}) allows. `vlmrl data check` lists all of them."
                 raise ValueError("\n".join([*lines, rule]))
-            self._say("\n".join(lines))
+            if not self._said.issuperset(map(str, bad)):  # they come again in each epoch
+                self._say("\n".join(lines))
+            self._said.update(map(str, bad))
         samples = [sample for each in made if not isinstance(each, RowError) for sample in each]
         policy = self._run.model.policy
         if samples:
