@@ -91,7 +91,8 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_single_rows(family, folde
     assert whole > 1e-2 and max(off.values()) < 1e-6, max(off.items(), key=lambda item: item[1])
 
 
-def test_ids_that_were_sampled_are_rendered_or_the_row_is_refused(folder):
+def test_ids_that_were_sampled_are_trained_also_if_their_text_is_encoded_in_another_way(folder):
+    """Such as "ye" and "s" for "yes": a policy samples them, and long responses would be left out most often."""
     model = load("qwen3_vl", folder)
     task = conversations(True)[2]
     (sample,) = made(model, [task])
@@ -101,12 +102,34 @@ def test_ids_that_were_sampled_are_rendered_or_the_row_is_refused(folder):
     )
     exact = replace(task, data=task.data | {"sampled": spans})
     assert made(model, [exact])[0].token_ids == sample.token_ids
-    other = replace(
-        task, data=task.data | {"sampled": {1: [*model.tokenizer.encode("ye"), *model.tokenizer.encode("s")]}}
-    )
-    with pytest.raises(RowError, match=r"response 1 renders to .* ids that are not the .* sampled ones") as error:
-        made(model, [other])
-    assert error.value.reason == "sampled"
+    parts = [*model.tokenizer.encode("ye"), *model.tokenizer.encode("s"), spans[1][-1]]
+    assert parts != spans[1]
+    (other,) = made(model, [replace(task, data=task.data | {"sampled": {1: parts}})])
+    first, second = other.responses
+    assert other.response_ids[first.start : first.end] == spans[0]
+    assert other.response_ids[second.start : second.end] == parts
+    assert other.loss_mask[second.start : second.end] == [1] * len(parts)
+    assert len(other.token_ids) == len(sample.token_ids) + len(parts) - len(spans[1])
+
+
+@pytest.mark.parametrize(
+    "ids", [["no"], ["yes", "<|image_pad|>"], ["yes", 10**9], ["yes", -1], ["yes", True], ["yes", 1.0]], ids=str
+)
+def test_ids_of_a_file_with_another_text_or_other_tokens_are_a_bad_row(folder, ids):
+    """The text of an id beyond the vocabulary is empty, and that of a placeholder is that of the same characters."""
+    model = load("qwen3_vl", folder)
+    task = conversations(True)[2]
+    encode, convert = model.tokenizer.encode, model.tokenizer.convert_tokens_to_ids
+    sampled = [
+        each
+        for part in ids
+        for each in ([part] if not isinstance(part, str) else [convert(part)] if part[0] == "<" else encode(part))
+    ]
+    with pytest.raises(
+        RowError, match=r"response 1 renders to .* ids whose text is not that of the .* sampled ones"
+    ) as e:
+        made(model, [replace(task, data=task.data | {"sampled": {1: sampled}})])
+    assert e.value.reason == "sampled"
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])

@@ -38,12 +38,11 @@ class MaskedRow:
     responses: dict[int, list[int]] = field(default_factory=dict)
     """The ids of each trained response, by its number among the conversation's responses."""
 
-    def leave_out_end(self, number: int) -> None:
-        """The token that ends response ``number``, if this row has it, gets no loss."""
-        if (ids := self.responses.get(number)) is not None:
-            place = next(place for place, piece in enumerate(self.pieces) if piece[0] is ids)
-            self.pieces[place : place + 1] = [(ids[:-1], True), (ids[-1:], False)]
-            self.responses[number] = ids[:-1]
+    def train_on(self, number: int, ids: list[int], end: list[int]) -> None:
+        """Put ``ids`` in place of those of the trained response ``number``, and behind them ``end``, which has no loss."""
+        place = next(place for place, piece in enumerate(self.pieces) if piece[0] is self.responses[number])
+        self.pieces[place : place + 1] = [(ids, True), (end, False)] if end else [(ids, True)]
+        self.responses[number] = ids
 
 
 def masked_rows(

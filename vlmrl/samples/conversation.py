@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from itertools import chain
+from collections.abc import Sequence
 
 from vlmrl.multimodal.images import ImageError
 from vlmrl.multimodal.masks import MaskedRow, RowError, check_length, masked_rows
@@ -30,7 +30,7 @@ async def samples_of_conversation(
 
     Raises:
         RowError: the conversation cannot be trained on: an image does not load, it is longer than ``max_tokens``, the chat template
-            refuses it, a field has another type, or a response that our policy sampled does not render to the sampled ids.
+            refuses it or changes the text of a response that our policy sampled, or a field has another type.
     """
     try:
         rows = await cpu_pool().run(seconds, render_conversation, task, renderer, max_tokens)
@@ -49,20 +49,36 @@ async def samples_of_conversation(
 
 
 def render_conversation(task: Task, renderer: Renderer, max_tokens: float = math.inf) -> list[MaskedRow]:
-    """The rows of a conversation with their masks. Raises RowError, also for one that is longer than ``max_tokens``."""
+    """The rows of a conversation with their masks; responses that our policy sampled have the sampled ids.
+
+    Raises RowError, also for one that is longer than ``max_tokens``.
+    """
     rows = masked_rows(renderer, task.prompt, task.data["tools"], task.data["trained"], max_tokens)
-    rendered = dict(chain.from_iterable(row.responses.items() for row in rows))
-    for number, ids in task.data["sampled"].items():
-        if rendered.get(number, [])[:-1] == list(ids):  # a stop string or a limit ended it, not the policy
-            for row in rows:
-                row.leave_out_end(number)
-        elif number in rendered and rendered[number] != list(ids):
-            raise RowError(
-                "sampled",
-                f"response {number} renders to {len(rendered[number])} ids that are not the {len(ids)} sampled ones: the text "
-                f"{renderer.decode(rendered[number])!r:.60} was encoded in another way, or the chat template changes it.",
-            )
+    for row in rows:
+        for number, rendered in list(row.responses.items()):
+            ids = task.data["sampled"].get(number, rendered)
+            end = [] if _writes_the_same(renderer, ids, rendered) else rendered[-1:]  # the policy did not sample it
+            if end and not _writes_the_same(renderer, ids, rendered[:-1]):
+                raise RowError(
+                    "sampled",
+                    f"response {number} renders to {len(rendered)} ids whose text is not that of the {len(ids)} sampled ones: the "
+                    f"chat template changes it, and writes {renderer.decode(rendered)!r:.60}.",
+                )
+            row.train_on(number, list(ids), end)
     return rows
+
+
+def _writes_the_same(renderer: Renderer, ids: Sequence[int], rendered: Sequence[int]) -> bool:
+    """Whether ``ids``, which a file names, are tokens with the text of ``rendered``, and with the same added tokens."""
+    if list(ids) == list(rendered):
+        return True
+    if not all(type(each) is int and each >= 0 for each in ids):
+        return False
+    tokenizer = renderer.tokenizer
+    added = set(tokenizer.added_tokens_decoder)
+    same_added = [each for each in ids if each in added] == [each for each in rendered if each in added]
+    is_known = None not in tokenizer.convert_ids_to_tokens(list(ids))
+    return same_added and is_known and renderer.decode(ids) == renderer.decode(rendered)
 
 
 async def _sample(
