@@ -63,6 +63,23 @@ async def test_a_page_with_endless_dialogs_fails_alone(tmp_path):
         assert other._pool.counts["hung"] == 0
 
 
+@pytest.mark.parametrize("piece", ["console.log({a: [1, 2]}, document.body, window)", "Promise.reject(new Error(i))"])
+async def test_a_flood_of_messages_or_errors_holds_up_no_other_page(tmp_path, piece):
+    """Playwright's driver, which all episodes share, was busy with them for longer than the others' deadlines."""
+    (tmp_path / "calm").mkdir()
+    calm = page_env(tmp_path / "calm", on_click("document.title += 1"))
+    pause = "await new Promise(next => { const c = new MessageChannel(); c.port1.onmessage = next; c.port2.postMessage(0) });"
+    flood = f"async function flood() {{ for (;;) {{ for (let i = 0; i < 2000; i++) {piece}; {pause} }} }}"
+    busy = page_env(tmp_path, f"<script>{flood}</script>" + on_click("flood()"))
+    async with opened(calm, timeout=5.0) as other, opened(busy, timeout=5.0) as env:
+        flooding = asyncio.create_task(env.step(click(500, 500)))
+        for _ in range(5):
+            await other.step(click(500, 500))
+            await asyncio.sleep(0.5)
+        assert await other.evaluate("document.title") == "11111"
+        await asyncio.wait([flooding])
+
+
 def site(url: str) -> type[BrowserEnv]:
     return type("Site", (BrowserEnv,), {"page": f"{url}/"})
 

@@ -19,6 +19,9 @@ MOST_DIALOGS = 100  # of one observation; a page with more of them waits for an 
 ERROR_PAGE = (
     "chrome-error:"  # after a dead link, and where the page's own server redirects to an address that is blocked
 )
+QUIET = """for (const name of Object.keys(console)) if (typeof console[name] === "function") console[name] = () => {};
+for (const kind of ["error", "unhandledrejection"]) addEventListener(kind, event => event.preventDefault());"""
+"""Messages and errors of a page, which nobody reads, stay in it: a flood of them would hold up the driver of all episodes."""
 SETTLE_SECONDS = 2.0  # for requests of the page after an action
 
 
@@ -77,6 +80,7 @@ class BrowserTab:
             context.set_default_timeout(seconds * 1000)
             for name in ("page_clock.js", "page_clipboard.js"):
                 await context.add_init_script(script(name))
+            await context.add_init_script(QUIET)
             page = await context.new_page()
         except BaseException:
             await context.close()
@@ -118,7 +122,12 @@ class BrowserTab:
         for frame in self._page.frames:
             if frame.url.startswith("about:blank#"):
                 continue  # an evaluation there never ends: Playwright does not see that such a document has loaded
-            await self._evaluate(frame, "(time) => window.vlmrlAdvance?.(time)", 1000 * seconds)
+            passing = self._evaluate(frame, "(time) => window.vlmrlAdvance?.(time)", 1000 * seconds)
+            if frame.url:
+                await passing
+                continue
+            with contextlib.suppress(TimeoutError):  # nor where Chromium refuses the address, such as view-source:
+                await asyncio.wait_for(passing, SETTLE_SECONDS)
         await self._page.wait_for_load_state("load")
         until = asyncio.get_running_loop().time() + SETTLE_SECONDS
         while self._pending and asyncio.get_running_loop().time() < until:
