@@ -102,6 +102,33 @@ def test_the_parts_of_a_saved_dataset_are_those_that_the_split_names(tmp_path):
         prompts("many", "valid[:3]")
 
 
+@pytest.mark.parametrize("name", ["../other/data-00000-of-00001.arrow", "{other}/data-00000-of-00001.arrow", "pipe", 5])
+def test_a_saved_dataset_names_no_file_elsewhere(tmp_path, name):
+    """datasets opens what it names: another dataset's rows, or a pipe, which it waits for."""
+    rows, saved, other = hf.Dataset.from_dict({"prompt": ["own"]}), tmp_path / "saved", tmp_path / "other"
+    rows.save_to_disk(other)
+    rows.save_to_disk(saved)
+    os.mkfifo(saved / "pipe")
+    reader = os.open(saved / "pipe", os.O_RDWR)  # or opening it would never return
+    os.write(reader, b"no arrow file" * 100)
+    state = json.loads((saved / "state.json").read_text())
+    shard = name.format(other=other) if isinstance(name, str) else name
+    (saved / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": shard}]}))
+    with pytest.raises(ValueError, match=r"data\.path .*saved' cannot be read as a saved dataset: "):
+        load_rows(str(saved), "train")
+    os.close(reader)
+
+
+@pytest.mark.parametrize("split", ["../other", "{other}"])
+def test_a_saved_dataset_names_no_split_elsewhere(tmp_path, split):
+    hf.Dataset.from_dict({"prompt": ["other's"]}).save_to_disk(tmp_path / "other")
+    hf.DatasetDict(train=hf.Dataset.from_dict({"prompt": ["own"]})).save_to_disk(tmp_path / "saved")
+    splits = ["train", split.format(other=tmp_path / "other")]
+    (tmp_path / "saved/dataset_dict.json").write_text(json.dumps({"splits": splits}))
+    with pytest.raises(ValueError, match=r"it names .*other/dataset_info\.json', which is no regular file in it"):
+        load_rows(str(tmp_path / "saved"), "train")
+
+
 def test_a_file_and_a_saved_dataset_have_no_split_of_another_name(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     load_rows(str(tmp_path / "rows.jsonl"), "train[1:]")._table.save_to_disk(tmp_path / "saved")

@@ -41,10 +41,10 @@ def whoami() -> str:
 
 
 @server.tool()
-def leave() -> str:
-    """Leave a process behind, as a shell's `setsid sleep 3600 &` does; its id."""
-    none = subprocess.DEVNULL
-    return str(subprocess.Popen(["sleep", "3600"], start_new_session=True, stdin=none, stdout=none, stderr=none).pid)
+def leave(bare: bool = False) -> str:
+    """Leave a process behind, as a shell's `setsid sleep 3600 &` does; its id. A bare one has no environment, as many daemons."""
+    command, none = ["env", "-i"] * bare + ["sleep", "3600"], subprocess.DEVNULL
+    return str(subprocess.Popen(command, start_new_session=True, stdin=none, stdout=none, stderr=none).pid)
 
 
 @server.tool()

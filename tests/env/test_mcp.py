@@ -287,9 +287,11 @@ def test_a_server_that_ignores_its_end_is_killed_when_closing_takes_longer_than_
 
 
 @slow
-def test_what_a_tool_leaves_running_ends_with_its_episode():
-    """A shell's `server &` went on in all later episodes, with its port and its share of the processors, and after the run."""
-    trajectory = play(Painter, [call("leave"), "done"], options={"server": COMMAND}, max_tokens=4000)
+@pytest.mark.parametrize("bare", [False, True])
+def test_what_a_tool_leaves_running_ends_with_its_episode(bare):
+    """A shell's `server &` went on in all later episodes, with its port and its share of the processors, and after the run. So did
+    one without its parent's environment: `env -i server &`, `sudo`, and daemons that write their title over it, as redis does."""
+    trajectory = play(Painter, [call("leave", bare=bare), "done"], options={"server": COMMAND}, max_tokens=4000)
     (process,) = texts(trajectory, 1)
     wait_until_ended(int(process))
 

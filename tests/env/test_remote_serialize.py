@@ -10,7 +10,14 @@ import pytest
 from PIL import Image
 from testing.episodes import a_task, image
 
-from vlmrl.env.remote.serialize import deserialize, deserialize_task, serialize, serialize_task
+from vlmrl.env.remote.serialize import (
+    checked_tools,
+    deserialize,
+    deserialize_messages,
+    deserialize_task,
+    serialize,
+    serialize_task,
+)
 from vlmrl.multimodal.images import encode_png, load_image
 from vlmrl.types import Task
 from vlmrl.utils.kept import Kept
@@ -113,3 +120,12 @@ def test_a_file_that_is_no_image_is_not_sent(tmp_path: Path):
     (tmp_path / "secret.txt").write_text("TOP-SECRET")
     with pytest.raises(ValueError, match=r"an image does not load: .*secret.txt"):
         serialize_task(a_task("?", [str(tmp_path / "secret.txt")]))
+
+
+def test_messages_and_tools_of_many_values_are_refused():
+    """Writing them as JSON holds the interpreter: a million numbers in a call of an env server's step, for seconds."""
+    call = {"name": "f", "arguments": {"a": [1e308] * 2**15}}
+    with pytest.raises(ValueError, match="messages must have at most 32768 values"):
+        deserialize_messages([{"role": "assistant", "content": "", "tool_calls": [call]}], "messages")
+    with pytest.raises(ValueError, match="tools must have at most 32768 values"):
+        checked_tools([{"name": "f", "parameters": {"enum": [1e308] * 2**15}}])

@@ -11,9 +11,9 @@ import pytest
 from testing.episodes import a_task
 
 from vlmrl.config import Gateway
-from vlmrl.gateway import command_guard
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agents import AgentError, Agents, AgentSpec
+from vlmrl.utils import command_guard
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="mounts and signals of Linux")]
 IN_A_NAMESPACE = ["unshare", "--mount", "--map-root-user"]  # whose mounts end with it

@@ -347,6 +347,24 @@ def test_what_a_template_shows_to_no_model_has_a_limit_too(monkeypatch):
     assert len(episode.trajectory.turns) == 5 and episode.failure is None
 
 
+@pytest.mark.parametrize("field", ["messages", "tools"])
+def test_calls_and_tools_of_many_values_are_refused(field):
+    """Writing them as JSON holds the interpreter: 3 MB of `1e308,` in a call stopped all episodes for 5 s, then for 1.5 s."""
+    values = [1e308] * 20_000
+    function = {"name": "f", "arguments": json.dumps({"a": values})}
+    calls = [{"id": f"c{number}", "type": "function", "function": function} for number in range(2)]
+    assistant = {"role": "assistant", "content": "", "tool_calls": calls}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": values * 2}}}
+    more = (
+        {"messages": [*HELLO["messages"], assistant, *HELLO["messages"]]} if field == "messages" else {"tools": [tool]}
+    )
+    with serving(others(), others()) as served:
+        response = served.post(body=HELLO | more)
+        assert response.status_code == 400
+        assert f"{field} must have at most 32768 values" in response.json()["error"]["message"]
+        assert other_is_served(served)
+
+
 def test_what_is_no_http_is_refused():
     with serving(others(), others()) as served, served.connect() as connection:
         connection.sendall(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")

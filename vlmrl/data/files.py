@@ -19,7 +19,7 @@ import pyarrow.compute
 
 from vlmrl.config.code import local_data, places
 from vlmrl.data.row_images import json_as_written
-from vlmrl.utils.json_files import finite_float
+from vlmrl.utils.json_files import finite_float, read_object
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""]}}
@@ -177,7 +177,7 @@ def _load_local(path: Path, split: str) -> hf.Dataset:
     if not any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         has_images = _is_image_folder(path)
         return _load_images(path, split) if has_images else _load_files(_files_of_split(path, split), split)
-    saved = hf.load_from_disk(str(path))
+    saved = _load_saved(path)
     if isinstance(saved, hf.Dataset):
         _check_only_split(path, split)
         saved = hf.DatasetDict({_base(split): saved})
@@ -185,6 +185,20 @@ def _load_local(path: Path, split: str) -> hf.Dataset:
         return _rows_of_split(saved, split)
     except ValueError as error:
         raise ValueError(f"data.split {split!r} is not in {path}, which has: {', '.join(saved)} ({error})") from error
+
+
+def _load_saved(folder: Path) -> hf.Dataset | hf.DatasetDict:
+    """What ``save_to_disk`` wrote. Raises ValueError, also where it names anything but regular files in its folder."""
+    try:
+        for split in (read_object(folder / "dataset_dict.json") or {"splits": [""]})["splits"]:
+            state = read_object(folder / split / "state.json") or {"_data_files": [{"filename": "state.json"}]}
+            for file in ("dataset_info.json", *(each["filename"] for each in state["_data_files"])):
+                name = Path(split, file)
+                if name.is_absolute() or ".." in name.parts or not (folder / name).is_file():
+                    raise ValueError(f"it names {str(name)[:200]!r}, which is no regular file in it")
+        return hf.load_from_disk(str(folder))
+    except Exception as error:  # datasets and pyarrow raise many kinds
+        raise ValueError(f"data.path {str(folder)!r} cannot be read as a saved dataset: {error}") from error
 
 
 def _check_only_split(path: Path, split: str) -> None:

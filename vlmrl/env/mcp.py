@@ -14,6 +14,8 @@ import json
 import logging
 import os
 import shlex
+import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection
@@ -27,6 +29,7 @@ from vlmrl.env.tool_calls import Schema, tool_name
 from vlmrl.env.tools import ToolEnv
 from vlmrl.multimodal.images import MOST_PIXELS, DecodedImage, frozen_image
 from vlmrl.types import Message, Task
+from vlmrl.utils import command_guard
 from vlmrl.utils.marked_processes import MARK, kill_marked
 from vlmrl.utils.require import import_extra
 from vlmrl.utils.work_pool import cpu_pool
@@ -39,6 +42,7 @@ MAX_VALUES = 100_000  # in a response, which holds the interpreter while it is p
 MAX_LINES = 50_000  # of a stream, each of which is read in the event loop
 INVALID_PARAMS = -32602  # JSON-RPC's code: some servers report the model's wrong arguments so, and not in a result
 MAX_TOOLS = 1000  # and pages of them
+GUARD_SECONDS = 1.0  # from SIGTERM to SIGKILL of a command; the client kills its guard after 2 s
 RESUME_SECONDS = 1.0  # before a stream that ended is asked for again; a server may ask for no pause at all
 
 
@@ -134,7 +138,7 @@ class McpEnv(ToolEnv):
                     yield client
             return
         self.server_log = self.server_log or _default_log()
-        connection = connection.model_copy(update={"env": {**(connection.env or {}), MARK: self._mark}})
+        connection = _guarded(connection, self._mark)
         with self.server_log.open("a") as log:
             try:
                 async with mcp.Client(mcp.stdio_client(connection, errlog=log)) as client:
@@ -201,6 +205,19 @@ class McpEnv(ToolEnv):
                 yield part
 
         response.aiter_raw = limited
+
+
+def _guarded(connection: Any, mark: str) -> Any:
+    """The command under a guard, which ends with it what it started, also processes that do not have its environment any more."""
+    environment = connection.env or {}
+    program = Path(connection.cwd or "") / connection.command if os.sep in connection.command else connection.command
+    if shutil.which(program, path=environment.get("PATH")) is None:
+        raise FileNotFoundError(f"{connection.command!r} is no program that can be run")
+    guard = ["-I", "-S", command_guard.__file__, str(GUARD_SECONDS), command_guard.INPUT]
+    arguments = [*guard, connection.command, *connection.args]
+    return connection.model_copy(
+        update={"command": sys.executable, "args": arguments, "env": {**environment, MARK: mark}}
+    )
 
 
 async def _unchecked(name: str, result: Any) -> None:

@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vlmrl.gateway import command_guard
 from vlmrl.gateway.command_log import CommandLog
+from vlmrl.utils import command_guard
 from vlmrl.utils.marked_processes import MARK, kill_marked
 
 KILL_SECONDS = 5.0  # from SIGTERM to SIGKILL

@@ -29,11 +29,11 @@ from vlmrl.config.fields import is_command
 from vlmrl.engine.server import TOKEN_VARIABLE
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agent_command import AgentCommands
-from vlmrl.gateway.command_guard import delete_all
 from vlmrl.gateway.command_log import CommandLogs
 from vlmrl.gateway.gateway_server import GatewayServer
 from vlmrl.gateway.task_messages import write_task
 from vlmrl.types import Task, Trajectory
+from vlmrl.utils.command_guard import delete_all
 from vlmrl.utils.threads import DaemonPool, LoopThread, as_error, await_user_code
 from vlmrl.utils.users_line import text_of, users_line
 from vlmrl.utils.work_pool import cpu_pool

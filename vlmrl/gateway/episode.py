@@ -212,7 +212,7 @@ class AgentEpisode:
         found = await self._apart((messages, request.tools), partial(self._find, messages, request.tools))
         prompt, continues = await self._render(found, messages, request.tools)
         request.on_rendered()
-        self._count_beside(prompt)
+        self._count_beside(await self._apart(prompt.messages, partial(size_beside, prompt.messages)))
         above = self.recorder.turns[prompt.parent] if continues and prompt.parent is not None else None
         engine_id = self._engine_ids.take(above)
         draw, stop = (number, request.seed or 0), request.stop
@@ -255,9 +255,8 @@ class AgentEpisode:
             raise self.sampler.too_long(f"at least {error.least}") from error
         return self._tree.find(messages, tools)
 
-    def _count_beside(self, prompt: Prompt) -> None:
+    def _count_beside(self, size: int) -> None:
         """Count what no template need show of a prompt's new messages. Raises ChatError if it is too much for one episode."""
-        size = size_beside(prompt.messages)
         if size and self._beside + size > MAX_BESIDE:
             rule = f"an episode keeps at most {MAX_BESIDE} characters of reasoning and calls: send less of them back."
             raise ChatError(400, "messages", rule)

@@ -281,7 +281,7 @@ class GatewayApp:
 
         def parse(content: bytes) -> tuple[ParsedRequest, int]:
             read = exchange.api.read(read_json(content), opened.images)
-            check_beside(read.chat.messages)
+            check_beside(read.chat.messages, read.chat.tools)
             return read, bytes_of((read.chat.messages, read.chat.tools))
 
         parsed, size = await self._parsed(await self._body(exchange), parse)

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 from vlmrl.gateway.chat import ChatError, ChatRequest
+from vlmrl.multimodal.messages import MOST_VALUES, has_many_values
 from vlmrl.types import Message
 from vlmrl.utils.json_files import json_body
 
@@ -155,8 +156,13 @@ def size_beside(messages: Sequence[Message]) -> int:
     return found
 
 
-def check_beside(messages: Sequence[Message]) -> None:
-    """Raise ChatError for messages with more than MAX_BESIDE characters beside their contents."""
+def check_beside(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+    """Raise ChatError for messages with more than MAX_BESIDE characters beside their contents, and for calls or tools with too many
+    values."""
+    for field, shown in (("messages", [message.get("tool_calls") for message in messages]), ("tools", tools)):
+        if has_many_values(shown):
+            what = "in their calls " * (field == "messages")
+            raise ChatError(400, field, f"{field} must have at most {MOST_VALUES} values {what}together: send fewer.")
     if (size := size_beside(messages)) > MAX_BESIDE:
         rule = (
             f"must hold at most {MAX_BESIDE} characters of reasoning and calls, but they hold {size}: send less back."

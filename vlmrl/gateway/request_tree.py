@@ -129,12 +129,12 @@ def _call_ids(message: Message) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON in which ``1.0`` is ``1``: clients write it as either."""
+    """JSON in which ``1.0`` is ``1``: clients write it as either. ``1e308`` stays, whose 309 digits take long to write."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def _delimited(parts: Sequence[bytes]) -> bytes:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 from vlmrl.types import ImageSource, Message
 from vlmrl.utils.json_files import VALUE_BYTES
 
 LONG_TEXT = 10_000  # characters; encoding them takes about 2 ms
+MOST_VALUES = 2**15
+"""Of calls and tools from outside: writing them as JSON, as templates do, holds the interpreter for 1 to 4 us a value."""
 
 
 class Markup(str):
@@ -53,6 +55,11 @@ def is_long(value: Any) -> bool:
         if isinstance(each, dict | list | tuple):
             inner.extend((*each, *each.values()) if isinstance(each, dict) else each)
     return left < 0
+
+
+def has_many_values(value: Any) -> bool:
+    """Whether messages, calls or tools have more than MOST_VALUES values, names of fields included."""
+    return sum(1 for _ in islice(_values(value), MOST_VALUES + 1)) > MOST_VALUES
 
 
 def characters_of(value: Any) -> int:

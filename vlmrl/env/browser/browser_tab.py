@@ -124,7 +124,12 @@ class BrowserTab:
         for frame in self._page.frames:
             if frame.url.startswith("about:blank#"):
                 continue  # an evaluation there never ends: Playwright does not see that such a document has loaded
-            await self._evaluate(frame, "(time) => window.vlmrlAdvance?.(time)", 1000 * seconds)
+            passing = self._evaluate(frame, "(time) => window.vlmrlAdvance?.(time)", 1000 * seconds)
+            if frame.url:
+                await passing
+                continue
+            with contextlib.suppress(TimeoutError):  # nor where Chromium refuses the address, such as view-source:
+                await asyncio.wait_for(passing, SETTLE_SECONDS)
         await self._page.wait_for_load_state("load")
         until = asyncio.get_running_loop().time() + SETTLE_SECONDS
         while self._pending and asyncio.get_running_loop().time() < until:

@@ -23,7 +23,7 @@ from PIL import Image
 
 from vlmrl.multimodal.embedded import check_embedded, embed_image, encode_once
 from vlmrl.multimodal.images import MAX_PIXELS, MOST_PIXELS, DecodedImage, describe, encode_png
-from vlmrl.multimodal.messages import images_of, map_images
+from vlmrl.multimodal.messages import MOST_VALUES, has_many_values, images_of, map_images
 from vlmrl.types import Message, Task
 
 IMAGE, BYTES, FLOAT, ESCAPED = "$image", "$bytes", "$float", "$dict"
@@ -82,6 +82,8 @@ def deserialize_messages(payload: Any, name: str) -> list[Message]:
     messages = [deserialize(message, f"{name}[{index}]") for index, message in enumerate(payload)]
     for index, message in enumerate(messages):
         _check_message(message, f"{name}[{index}]")
+    if has_many_values(messages):
+        raise ValueError(f"{name} must have at most {MOST_VALUES} values.")
     size = len(json.dumps(map_images(messages, lambda image: None), ensure_ascii=False))
     if size > MAX_TEXT:  # what no chat template shows has no limit of tokens, and is kept with its turn
         raise ValueError(f"{name} must have at most {MAX_TEXT} characters beside their images, but they have {size}.")
@@ -135,6 +137,8 @@ def checked_tools(payload: Any) -> list[dict[str, Any]]:
         if not _has_name(tool):
             raise ValueError(f"tools[{index}] must be a dict with a name, but it is {_shown(tool)}.")
         _check_plain(tool, f"tools[{index}]")
+    if has_many_values(payload):
+        raise ValueError(f"tools must have at most {MOST_VALUES} values.")
     return payload
 
 

@@ -1,10 +1,12 @@
-"""Runs an agent's command, and ends all processes that it started when it ends or the run is killed.
+"""Runs a command of an agent or an MCP server, and ends all processes that it started when it ends or the run is killed.
 
     python command_guard.py SECONDS COMMAND ...
+    python command_guard.py SECONDS --input COMMAND ...
 
 The command has a session of its own, and this process ends with its status. SIGTERM is passed on to its process group, followed by
 SIGKILL after SECONDS. Then its other processes are killed: on Linux also those in sessions of their own, which become children of this
-process. Standard input is a pipe from the run; if the run ends, the command is killed, and its working folder deleted.
+process. Standard input is a pipe from the run; if the run ends, the command is killed, and its working folder deleted. With
+``--input`` the pipe is the command's own standard input, and its folder stays.
 """
 
 import contextlib
@@ -19,12 +21,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+INPUT = "--input"
+WATCH_SECONDS = 0.5  # between two looks whether the run, this process's parent, is there
 SET_CHILD_SUBREAPER = 36  # of prctl(2): orphans below this process become its children
 
 
 class Guard:
-    def __init__(self, seconds: float, command: list[str]) -> None:
+    def __init__(self, seconds: float, command: list[str], has_input: bool) -> None:
         self.run_has_ended = False
+        self._parent = os.getppid() if has_input else None
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: signal.Signals | None = None
@@ -33,7 +38,8 @@ class Guard:
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
         signal.signal(signal.SIGALRM, lambda *_: self._send(signal.SIGKILL))
         threading.Thread(target=self._watch_run, daemon=True).start()
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        given = None if has_input else subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=given, start_new_session=True)
         if self._signal is not None:
             self._send(self._signal)
 
@@ -58,7 +64,10 @@ class Guard:
 
     def _watch_run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGALRM))  # they are for the main thread
-        sys.stdin.buffer.read()
+        if self._parent is None:
+            sys.stdin.buffer.read()
+        while os.getppid() == self._parent:
+            time.sleep(WATCH_SECONDS)
         self.run_has_ended = True
         self._send(signal.SIGKILL)
 
@@ -119,9 +128,10 @@ def _run(*command: Any) -> None:
 def run_guarded() -> None:
     folder = Path.cwd()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    guard = Guard(float(sys.argv[1]), sys.argv[2:])
+    has_input = sys.argv[2] == INPUT
+    guard = Guard(float(sys.argv[1]), sys.argv[2 + has_input :], has_input)
     status = guard.wait()
-    if guard.run_has_ended:
+    if guard.run_has_ended and not has_input:
         delete_all(folder)
         with contextlib.suppress(OSError):  # another command's folder is still there
             folder.parent.rmdir()
