@@ -83,6 +83,29 @@ def test_values_stay_what_they_are_beside_those_of_another_file_or_of_ten_megaby
         assert json.dumps([row["answer"] for row in read]) == json.dumps([first, then])
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_whole_numbers_in_lists_and_objects_stay_whole_beside_fractions(tmp_path, name):
+    """`vlmrl sft` would train `{"box": [10.0, 20.0]}` where the response was `{"box": [10, 20]}`."""
+
+    def row(arguments: dict, points: list) -> dict:
+        call = [{"function": {"name": "zoom", "arguments": arguments}}]
+        messages = [
+            {"role": "user", "content": "q", "tool_calls": None},
+            {"role": "assistant", "content": "", "tool_calls": call},
+        ]
+        return {"messages": messages, "points": points}
+
+    rows = [
+        row({"box": [10, 20], "scale": 1, "id": 12345678901234567890}, [[1, 2], []]),
+        row({"box": [10.5, 20], "scale": 2.5, "id": 7}, [[0.1, 2.0]]),
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows) if name == "train.jsonl" else json.dumps(rows)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_text(text)
+    assert json.dumps(list(load_rows(str(tmp_path / "data"), "train"))) == json.dumps(rows)
+    assert json.dumps(list(files.Rows(files._load_hub(str(tmp_path / "data"), "train")))) == json.dumps(rows)
+
+
 def test_the_parts_of_a_saved_dataset_are_those_that_the_split_names(tmp_path):
     rows = hf.Dataset.from_dict({"prompt": list("abcdefg")})
     rows.save_to_disk(tmp_path / "one")

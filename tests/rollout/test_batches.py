@@ -11,7 +11,7 @@ from testing.episodes import a_task, turn_loop
 from vlmrl.algos import choose_all
 from vlmrl.config import Algo
 from vlmrl.env.base import Env, obs
-from vlmrl.rollout.batches import fill
+from vlmrl.rollout.batches import fill, passes
 from vlmrl.rollout.runner import RolloutError, Runner
 
 
@@ -127,6 +127,12 @@ class Slow(Env):
 
     def close(self):
         self.closed.put(self.task.id)
+
+
+def test_a_filter_that_takes_members_out_of_its_group_changes_nothing():
+    group = [1, 2, 3]
+    assert passes(group, [lambda members: members.pop() == 3, lambda members: len(members) == 3])
+    assert group == [1, 2, 3]
 
 
 def test_over_sampling_stops_the_stragglers_and_closes_their_envs():

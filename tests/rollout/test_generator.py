@@ -234,6 +234,39 @@ def test_a_trajectory_with_tokens_that_were_never_sampled_is_refused():
     assert "turn 1: its response was never sampled" in play(forged).error
 
 
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda turn: turn.response_ids.__setitem__(0, 5),
+        lambda turn: turn.response_ids.pop(),
+        lambda turn: turn.logprobs.__setitem__(0, -0.5),
+        lambda turn: turn.prompt_ids.append(5),
+        lambda turn: turn.policy_versions.clear(),
+        lambda turn: turn.media.clear(),
+    ],
+)
+def test_a_change_within_a_turns_lists_is_refused_too(spoil):
+    """The lists were those of the record, so that a token that was never sampled was trained, or the batch's audit ended the run."""
+
+    async def changed(client, renderer, task):
+        trajectory = await two_turns(client, renderer, task)
+        spoil(trajectory.turns[1])
+        return trajectory
+
+    assert "turn 1: its response was never sampled" in play(changed).error
+
+
+def test_rows_of_a_trajectorys_own_that_break_a_rule_fail_it_alone():
+    async def with_rows(client, renderer, task):
+        trajectory = await two_turns(client, renderer, task)
+        trajectory.samples = concat(trajectory)
+        trajectory.samples[0].loss_mask = [1] * len(trajectory.samples[0].loss_mask)
+        return trajectory
+
+    failed = play(with_rows)
+    assert failed.ending == "error" and "has mask 0, but the row has" in failed.error
+
+
 def test_generate_is_checked_at_the_start():
     with pytest.raises(ValueError, match="must be an async function"):
         resolve_generate(Rollout(generate=print))

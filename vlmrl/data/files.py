@@ -265,9 +265,10 @@ def _with_texts(dataset: hf.Dataset, paths: list[Path], split: str) -> hf.Datase
 
     Times were texts like 2020-01-01, since JSON has none. Where values have several types, such as contents that are texts or lists
     of parts, that reader takes a text for JSON, so that the response "4" is a number, and cuts numbers to ten digits. Where the first
-    file's first 10 MiB have one type, it makes all later values of that type: the text "007" is a 7 after a number.
+    file's first 10 MiB have one type, it makes all later values of that type: the text "007" is a 7 after a number. A whole number
+    within a list or an object, such as the arguments of a call, is a float if the same place of another row has one.
     """
-    cast = _cast_columns(dataset.features, paths)
+    cast = _cast_columns(dataset.features, paths) | _columns_with_whole_floats(dataset)
     if not cast and not _changes_texts(dataset):
         return dataset
     exact = dict.fromkeys(cast, hf.Json()) if cast else {}
@@ -288,6 +289,22 @@ def _cast_columns(features: dict[str, Any], paths: list[Path]) -> set[str]:
     except (ValueError, RecursionError):  # one object of many lines, or no UTF-8
         return set()
     return found
+
+
+def _columns_with_whole_floats(dataset: hf.Dataset) -> set[str]:
+    """The columns of lists or objects with a float such as 3.0. Those of plain floats are warned of: :meth:`Rows.whole_floats`."""
+    nested = [name for name, feature in dataset.features.items() if not isinstance(feature, hf.Value)]
+    return {name for name in nested if any(map(_has_whole_float, dataset.data.column(name).chunks))}
+
+
+def _has_whole_float(array: pyarrow.Array) -> bool:
+    if pyarrow.types.is_struct(array.type):
+        return any(map(_has_whole_float, array.flatten()))
+    if pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type):
+        return _has_whole_float(array.flatten())
+    if not pyarrow.types.is_floating(array.type):
+        return False
+    return bool(pyarrow.compute.any(pyarrow.compute.equal(array, pyarrow.compute.floor(array))).as_py())
 
 
 def _fits(value: Any, feature: Any) -> bool:

@@ -57,7 +57,7 @@ async def fill(
 
 
 def passes(group: Group, filters: Sequence[Filter]) -> bool:
-    return all(keep(group) for keep in filters)
+    return all(keep(list(group)) for keep in filters)  # a list of its own: it may sort it, or take members out
 
 
 def repeated(groups: list[Group], count: int) -> list[Group]:

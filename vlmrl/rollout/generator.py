@@ -146,12 +146,12 @@ class Client:
                         f"trajectory {result.id}: its metric {name!r} must be a finite number, but it is {value!r:.100}."
                     )
         result = replace(result, group_id=self.group_id, task=self.recorder.trajectory.task)
-        if from_columns:
-            self._check_rows(result)
-        else:
+        if not from_columns:
             self._check_turns(result)
             if self._loop.config.samples == "concat":
                 check_one_row(result)
+        if result.samples is not None:
+            self._check_rows(result)
         return result
 
     def _check_rows(self, trajectory: Trajectory) -> None:
@@ -163,7 +163,7 @@ class Client:
     def _check_turns(self, trajectory: Trajectory) -> None:
         """The turns are those that were recorded; only what is no token, such as their rewards, may differ."""
         recorded = self.recorder.selected(self.recorder.ordered())
-        names = ("prompt_ids", "response_ids", "logprobs", "policy_versions", "parent", "kept", "kept_media")
+        names = ("prompt_ids", "media", "response_ids", "logprobs", "policy_versions", "parent", "kept", "kept_media")
         for number, (turn, own) in enumerate(zip_longest(trajectory.turns, recorded)):
             if turn is None or own is None or any(getattr(turn, name) != getattr(own, name) for name in names):
                 raise ValueError(
