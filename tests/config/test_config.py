@@ -12,6 +12,7 @@ import tyro
 
 from vlmrl import Algo, Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
 from vlmrl.cli import main as cli
+from vlmrl.config import Part
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +44,18 @@ ROOT = Path(__file__).parents[2]
         (lambda: WarmStart(steps=3), "warm_start.demonstrate must be set when warm_start.steps is"),
         (lambda: Config(name="a/b"), "name must be a plain folder name, but it is 'a/b'."),
         (lambda: Config(env="a:b", reward="c:d"), "env and reward cannot both be set"),
+        (
+            lambda: Config(reward="c:d", env_options={"a": 1}),
+            "env_options must be unset without an env: reward functions",
+        ),
+        (
+            lambda: Config(agent="c:d", env_options={"a": 1}, rollout=Rollout(samples="merged")),
+            "env_options must be unset without an env: reward functions",
+        ),
+        (
+            lambda: Config(env="a:b", mixture={"p": Part(data=Data("a"), reward="c:d", env_options={"a": 1})}),
+            "mixture.p.env_options must be unset without an env",
+        ),
         (
             lambda: Config(reward="c:d", rollout=Rollout(max_turns=2)),
             "rollout.max_turns must be 1 with a reward function",
@@ -100,7 +113,7 @@ def test_a_mistake_gives_one_clear_line_before_anything_is_trained(tmp_path, mon
 
 def test_options_on_the_command_line_are_numbers_where_they_look_like_them():
     words = ["clip", "0.2", "count", "3", "on", "True", "off", "false", "name", "abc", "nothing", "None"]
-    config = tyro.cli(Config, args=["--env-options", *words])
+    config = tyro.cli(Config, args=["--env", "a:b", "--env-options", *words])
     expected = {"clip": 0.2, "count": 3, "on": True, "off": False, "name": "abc", "nothing": None}
     assert config.env_options == expected
 
