@@ -31,10 +31,13 @@ from vlmrl.rollout.sampler import AbortedError, Sampler
 from vlmrl.samples.audit import audit
 from vlmrl.samples.columns import from_columns, rollout_metrics
 from vlmrl.samples.emit import check_one_row
-from vlmrl.types import Completion, Ending, ImageSource, MediaItem, ResponseSpan, Sample, Task, Trajectory
+from vlmrl.types import Completion, Ending, ImageSource, MediaItem, ResponseSpan, Sample, Task, Trajectory, Turn
 from vlmrl.utils.threads import await_user_code
 from vlmrl.utils.users_line import describe_error
 from vlmrl.utils.work_pool import abandonable, cpu_pool
+
+LISTS = ("prompt_ids", "media", "response_ids", "logprobs", "policy_versions")
+"""Of a turn."""
 
 Generate = Callable[["Client", Renderer, Task], Awaitable[Trajectory | Mapping[str, Any]]]
 
@@ -110,7 +113,7 @@ class Client:
         return self._finished(self.recorder.ordered(), reward, metrics or {})
 
     def _finished(self, places: Sequence[int], reward: float, metrics: Mapping[str, float]) -> Trajectory:
-        turns = self.recorder.selected(places)
+        turns = [_with_own_lists(turn) for turn in self.recorder.selected(places)]
         return replace(
             self.recorder.trajectory,
             turns=turns,
@@ -163,7 +166,7 @@ class Client:
     def _check_turns(self, trajectory: Trajectory) -> None:
         """The turns are those that were recorded; only what is no token, such as their rewards, may differ."""
         recorded = self.recorder.selected(self.recorder.ordered())
-        names = ("prompt_ids", "media", "response_ids", "logprobs", "policy_versions", "parent", "kept", "kept_media")
+        names = (*LISTS, "parent", "kept", "kept_media")
         for number, (turn, own) in enumerate(zip_longest(trajectory.turns, recorded)):
             if turn is None or own is None or any(getattr(turn, name) != getattr(own, name) for name in names):
                 raise ValueError(
@@ -214,6 +217,14 @@ class Client:
                 sample.responses.append(ResponseSpan(len(used), start, end))
                 used.append(place)
         return used
+
+
+def _with_own_lists(turn: Turn) -> Turn:
+    """A copy whose lists a generator may change without changing the record, with which they are compared."""
+    copy = replace(turn)
+    for name in LISTS:
+        setattr(copy, name, list(getattr(turn, name)))
+    return copy
 
 
 class GeneratorLoop:

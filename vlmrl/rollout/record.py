@@ -13,8 +13,6 @@ from typing import Any
 from vlmrl.multimodal.placeholders import image_spans
 from vlmrl.types import Completion, Context, ExpertRouting, MediaItem, Message, ReceivedRequest, Trajectory, Turn
 
-LISTS = ("prompt_ids", "media", "response_ids", "logprobs", "policy_versions")  # of a turn
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -181,8 +179,6 @@ class TurnRecorder:
             above = self.turns[parent]
             parent, kept, kept_media = above.parent, min(kept, above.kept), min(kept_media, above.kept_media)
         copy = replace(turn, parent=None if parent is None else moved[parent], kept=kept, kept_media=kept_media)
-        for name in LISTS:  # a generator may change those that it gets
-            setattr(copy, name, list(getattr(turn, name)))
         if turn.parent is not None and parent != turn.parent:
             lost = self.trajectory.context(turn.parent, turn.kept, turn.kept_media)
             copy.prompt_ids = lost.token_ids[kept:] + turn.prompt_ids
