@@ -110,6 +110,8 @@ def test_ids_that_were_sampled_are_trained_also_if_their_text_is_encoded_in_anot
     assert other.response_ids[second.start : second.end] == parts
     assert other.loss_mask[second.start : second.end] == [1] * len(parts)
     assert len(other.token_ids) == len(sample.token_ids) + len(parts) - len(spans[1])
+    with pytest.raises(RowError, match="response 1 renders to"):  # a file's 5.0 is no id, though it equals 5
+        made(model, [replace(task, data=task.data | {"sampled": {1: list(map(float, spans[1]))}})])
 
 
 @pytest.mark.parametrize(

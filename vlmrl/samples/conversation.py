@@ -70,10 +70,10 @@ def render_conversation(task: Task, renderer: Renderer, max_tokens: float = math
 
 def _writes_the_same(renderer: Renderer, ids: Sequence[int], rendered: Sequence[int]) -> bool:
     """Whether ``ids``, which a file names, are tokens with the text of ``rendered``, and with the same added tokens."""
-    if list(ids) == list(rendered):
-        return True
     if not all(type(each) is int and each >= 0 for each in ids):
         return False
+    if list(ids) == list(rendered):
+        return True
     tokenizer = renderer.tokenizer
     added = set(tokenizer.added_tokens_decoder)
     same_added = [each for each in ids if each in added] == [each for each in rendered if each in added]

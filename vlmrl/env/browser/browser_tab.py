@@ -18,13 +18,6 @@ MAX_DIALOGS = 10  # of one observation; later ones are dismissed, which ends `wh
 MOST_DIALOGS = 100  # of one observation; a page with more of them waits for an answer until the call's deadline
 ERROR_PAGE = "chrome-error:"
 """After a dead link, and where the page's own server redirects to an address that is blocked."""
-NO_CONSOLE = """(() => {
-  for (const name of Object.keys(console))
-    if (typeof console[name] === "function" && name !== "createTask") console[name] = () => {};
-  console.context = () => console;
-  for (const kind of ["error", "unhandledrejection"]) addEventListener(kind, (event) => event.preventDefault());
-})();"""
-"""Runs before a page's own scripts: each message and error would go through the driver of all episodes, and be read by nobody."""
 SETTLE_SECONDS = 2.0  # for requests of the page after an action
 
 
@@ -81,8 +74,8 @@ class BrowserTab:
         )
         try:
             context.set_default_timeout(seconds * 1000)
-            for text in (script("page_clock.js"), script("page_clipboard.js"), NO_CONSOLE):
-                await context.add_init_script(text)
+            for name in ("page_clock.js", "page_clipboard.js", "page_console.js"):
+                await context.add_init_script(script(name))
             page = await context.new_page()
         except BaseException:
             await context.close()
