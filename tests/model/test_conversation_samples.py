@@ -134,6 +134,17 @@ def test_ids_of_a_file_with_another_text_or_other_tokens_are_a_bad_row(folder, i
     assert e.value.reason == "sampled"
 
 
+def test_a_placeholder_among_the_ids_of_a_file_is_not_the_text_of_its_characters(folder):
+    model = load("qwen3_vl", folder)
+    talk = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "<|image_pad|>"}]
+    task = Task("t", talk, data={"tools": [], "trained": [True], "sampled": {}})
+    (sample,) = made(model, [task])
+    ids = [model.renderer.image_token_id, sample.response_ids[-1]]
+    assert model.renderer.decode(ids) == model.renderer.decode(sample.response_ids)
+    with pytest.raises(RowError, match="response 0 renders to"):
+        made(model, [replace(task, data=task.data | {"sampled": {0: ids}})])
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
 def test_a_response_that_a_stop_string_ended_is_trained_without_the_token_that_ends_it(family, folder):
     model = load(family, folder)
