@@ -188,10 +188,20 @@ def test_neither_a_pipe_nor_a_device_is_read_as_rows(tmp_path, put, suffix):
         load_rows(str(tmp_path), "train")
 
 
-def test_a_row_that_is_not_utf_8_is_a_bad_row(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "caf\xe9", "answer": "a"}\n{"prompt": "b", "answer": "b"}\n')
-    tasks = load_tasks(Data(str(tmp_path / "a.jsonl")))
-    with pytest.raises(ValueError, match=r"row 0 of .*a\.jsonl.*UnicodeDecodeError"):
+@pytest.mark.parametrize(
+    "end", [b'caf\xe9"}', b'\\ud83d"}', b'x", "answer": NaN}', b'x", "answer": 1e999}', b'x"}]', b'x"} 5']
+)
+def test_a_line_that_is_not_json_in_utf_8_is_named(tmp_path, end):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\n\n{"prompt": "' + end)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3 is not JSON \(.*\{\"prompt\": "):
+        load_rows(str(tmp_path / "a.jsonl"), "train")
+
+
+def test_a_row_of_parquet_that_is_not_utf_8_is_a_bad_row(tmp_path):
+    texts = pa.array([b"caf\xe9", b"b"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": texts, "answer": texts}), tmp_path / "a.parquet")
+    tasks = load_tasks(Data(str(tmp_path / "a.parquet")))
+    with pytest.raises(ValueError, match=r"row 0 of .*a\.parquet.*UnicodeDecodeError"):
         tasks[0]
     assert tasks[1].prompt == [{"role": "user", "content": "b"}]
 

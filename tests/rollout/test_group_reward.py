@@ -90,7 +90,11 @@ def test_a_function_that_takes_turns_from_its_trajectories_takes_none_from_train
         return [float(trajectory.turns.pop().text.count("a")) for trajectory in group]
 
     for group in play(longest).groups:
-        assert [(len(trajectory.turns), trajectory.group_reward) for trajectory in group] == [(1, 1.0), (1, 2.0), (1, 3.0)]
+        assert [(len(trajectory.turns), trajectory.group_reward) for trajectory in group] == [
+            (1, 1.0),
+            (1, 2.0),
+            (1, 3.0),
+        ]
 
 
 def test_filters_see_what_the_group_added():
