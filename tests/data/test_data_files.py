@@ -196,16 +196,41 @@ def test_a_row_that_is_not_utf_8_is_a_bad_row(tmp_path):
     assert tasks[1].prompt == [{"role": "user", "content": "b"}]
 
 
-def test_texts_of_a_metadata_file_that_look_like_dates_are_refused(tmp_path):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    Image.new("RGB", (8, 8)).save(folder / "a.png")
-    (folder / "metadata.jsonl").write_text('{"file_name": "a.png", "answer": "2020-01-01"}\n')
-    with pytest.raises(ValueError, match=r"the texts of 'answer' look like times.*write metadata\.csv"):
-        load_rows(str(folder), "train")
-    (folder / "metadata.jsonl").unlink()
-    (folder / "metadata.csv").write_text("file_name,answer\na.png,2020-01-01\n")
-    assert load_rows(str(folder), "train")[0]["answer"] == "2020-01-01"
+@pytest.mark.parametrize(
+    ("suffix", "answers"),
+    [
+        ("jsonl", ["2020-01-01", "12:30"]),
+        ("jsonl", [[10, 20], [10.5, 20]]),
+        ("jsonl", [{"city": "Rome"}, {"n": 1}]),
+        ("jsonl", ["7", 7]),
+        ("csv", ["None", "NA"]),
+    ],
+)
+def test_values_of_a_metadata_file_stay_as_they_are_written(tmp_path, suffix, answers):
+    """Those of a plain file did. Here 10 was 10.0, objects had each other's keys, and the texts None and NA were empty."""
+    file = tmp_path / "photos" / f"metadata.{suffix}"
+    file.parent.mkdir()
+    for name in "ab":
+        Image.new("RGB", (8, 8)).save(file.parent / f"{name}.png")
+    rows = [{"file_name": f"{name}.png", "answer": answer} for name, answer in zip("ab", answers, strict=True)]
+    csv = ["file_name,answer", *(",".join(row.values()) for row in rows)] if suffix == "csv" else []
+    file.write_text("\n".join(csv or map(json.dumps, rows)))
+    tasks = load_tasks(Data(str(file.parent), prompt="<image>?", seed=None))
+    assert repr([task.answer for task in tasks]) == repr(answers)
+    assert [task.images for task in tasks] == [[str(file.parent / f"{name}.png")] for name in "ab"]
+    assert len(load_rows(str(file.parent), "train[1:]")) == 1
+
+
+def test_a_metadata_file_names_images_of_its_folder_alone(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    for folder in ("train", "test"):
+        (tmp_path / "photos" / folder).mkdir(parents=True)
+        (tmp_path / "photos" / folder / "metadata.jsonl").write_text('{"left_file_name": "a.png", "answer": "x"}\n')
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / folder / "a.png")
+    assert load_rows(str(tmp_path / "photos"), "test")[0]["left"] == str(tmp_path / "photos" / "test" / "a.png")
+    (tmp_path / "photos" / "test" / "metadata.jsonl").write_text('{"file_name": "../../a.png"}\n')
+    with pytest.raises(ValueError, match=r"names '\.\./\.\./a\.png', which is not in its folder"):
+        load_rows(str(tmp_path / "photos"), "test")
 
 
 def test_a_metadata_file_may_list_several_images_of_a_row(tmp_path):
