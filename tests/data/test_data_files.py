@@ -13,6 +13,7 @@ from PIL import Image
 
 from vlmrl.config import Data
 from vlmrl.data import files, load_tasks
+from vlmrl.data.dataset_rows import Rows
 from vlmrl.data.files import load_rows
 
 
@@ -50,7 +51,7 @@ def test_texts_beside_values_of_other_types_stay_texts_and_numbers_keep_their_di
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_text(text)
     assert list(load_rows(str(tmp_path / "data"), "train[2:]")) == rows[2:]
-    assert list(files.Rows(files._load_hub(str(tmp_path / "data"), "train[2:]"))) == rows[2:]
+    assert list(Rows(files._load_hub(str(tmp_path / "data"), "train[2:]"))) == rows[2:]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_values_stay_what_they_are_beside_those_of_another_file_or_of_ten_megaby
     else:
         rows[0]["more"] = "x" * (10 * 2**20 + 1)
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for read in (load_rows(str(folder), "train"), files.Rows(files._load_hub(str(folder), "train"))):
+    for read in (load_rows(str(folder), "train"), Rows(files._load_hub(str(folder), "train"))):
         assert json.dumps([row["answer"] for row in read]) == json.dumps([first, then])
 
 
@@ -103,7 +104,7 @@ def test_whole_numbers_in_lists_and_objects_stay_whole_beside_fractions(tmp_path
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_text(text)
     assert json.dumps(list(load_rows(str(tmp_path / "data"), "train"))) == json.dumps(rows)
-    assert json.dumps(list(files.Rows(files._load_hub(str(tmp_path / "data"), "train")))) == json.dumps(rows)
+    assert json.dumps(list(Rows(files._load_hub(str(tmp_path / "data"), "train")))) == json.dumps(rows)
 
 
 def test_the_parts_of_a_saved_dataset_are_those_that_the_split_names(tmp_path):
@@ -255,3 +256,26 @@ def test_a_text_of_csv_that_means_nothing_to_pandas_stays_a_text(tmp_path):
     tasks = load_tasks(Data(str(tmp_path / "rows.csv")))
     assert [task.answer for task in tasks] == ["NA", "None", "null"]
     assert [task.data["level"] for task in tasks] == [1.0, None, 3.0]
+
+
+def test_a_field_of_a_column_whose_numbers_are_of_two_types_is_found(tmp_path):
+    """It was said not to exist where 3 stands beside 3.5, and an id such as "x" had quotation marks in its task's."""
+    rows = [
+        {"prompt": "a", "uid": "x", "reward_model": {"style": "rule", "ground_truth": 3}},
+        {"prompt": "b", "uid": 7, "reward_model": {"style": "rule", "ground_truth": 3.5}},
+        {"prompt": "c", "uid": 8, "reward_model": {"ground_truth": " "}},
+        {"prompt": "d", "uid": 9, "reward_model": {}},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    columns = {"answer": "reward_model.ground_truth", "id": "uid"}
+    tasks = load_tasks(Data(str(file), columns=columns, seed=None))
+    assert [repr(tasks[number].answer) for number in range(3)] == ["3", "3.5", "' '"]
+    assert [tasks[number].id.rpartition("/")[2] for number in range(3)] == ["x", "7", "8"]
+    assert list(tasks.warnings) == [
+        "column 'reward_model.ground_truth' is empty in row 2: any response contains the answer"
+    ]
+    with pytest.raises(ValueError, match=r"row 3 of .*: column 'reward_model\.ground_truth' is empty"):
+        tasks[3]
+    with pytest.raises(ValueError, match=r"maps 'answer' to 'reward_model\.truth', which .* does not have"):
+        load_tasks(Data(str(file), columns={"answer": "reward_model.truth"}))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pyarrow
 import pyarrow.compute
 
 from vlmrl.config.code import local_data, places
-from vlmrl.data.row_images import json_as_written
+from vlmrl.data.dataset_rows import Rows, is_json
 from vlmrl.utils.json_files import finite_float, read_object
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -29,94 +27,6 @@ _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
 _TYPES = {"string": (str,), "int64": (int,), "float64": (int, float), "bool": (bool,)}
 """The types of JSON's values by those that ``datasets`` gives columns."""
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
-
-
-@dataclass(frozen=True)
-class ExactJson:
-    """In place of the ``Json`` of ``datasets``, which rounds numbers: 57.29 becomes 57.290000000000006."""
-
-    def decode_example(self, written: str, token_per_repo_id: Any = None) -> Any:
-        return json_as_written(written)
-
-
-class Rows:
-    """The rows of one split by index. Images, nested ones too, stay encoded as ``{"bytes": ..., "path": ...}``."""
-
-    def __init__(self, dataset: hf.Dataset) -> None:
-        self.columns: list[str] = dataset.column_names
-        self._table = dataset.with_format("arrow")
-        self._features = hf.Features({name: _undecoded(feature) for name, feature in dataset.features.items()})
-        self._nested: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self._features.decode_example(self._table[index].to_pylist()[0])
-        return row | {name: _field(row, name) for name in self._nested}
-
-    def add_nested(self, names: Iterable[str]) -> None:
-        """Make fields of columns, such as ``reward_model.ground_truth``, columns of their own. Names of no such field are left out."""
-        for name in names:
-            feature: Any = self._features
-            for key in name.split("."):
-                feature = feature.get(key) if isinstance(feature, dict) else None
-            if name not in self.columns and feature is not None:
-                self._nested.append(name)
-                self.columns.append(name)
-
-    def take(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Rows by index, in this order; several times faster than reading them one by one."""
-        return list(map(self._features.decode_example, self._table[indices].to_pylist())) if indices else []
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for part in self._table.iter(batch_size=1000):
-            yield from map(self._features.decode_example, part.to_pylist())
-
-    def digest(self) -> str:
-        """A hash of all content, independent of the file it came from."""
-        hasher = hashlib.blake2b(repr(self._features).encode(), digest_size=8)
-        for part in self._table.data.table.to_batches():
-            for column in part.columns:
-                hasher.update(f"{column.offset},{len(column)}".encode())
-                for buffer in filter(None, column.buffers()):
-                    hasher.update(buffer)
-        return hasher.hexdigest()
-
-    def column(self, name: str) -> list[Any]:
-        if name in self._nested:
-            root = name.partition(".")[0]
-            return [_field({root: value}, name) for value in self.column(root)]
-        return self._table[name].to_pylist()
-
-    def _arrow(self, name: str) -> pyarrow.ChunkedArray:
-        return pyarrow.chunked_array([self.column(name)]) if name in self._nested else self._table.data.column(name)
-
-    def empty_texts(self, name: str) -> list[int]:
-        """The rows whose text in this column is empty or blank; none if it holds no texts."""
-        column = self._arrow(name)
-        if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
-            return []
-        try:
-            blank = pyarrow.compute.equal(pyarrow.compute.utf8_trim_whitespace(column), "").to_pylist()
-        except pyarrow.ArrowInvalid:  # no UTF-8: its rows are bad ones
-            return []
-        return [row for row, is_blank in enumerate(blank) if is_blank]
-
-    def whole_floats(self, name: str) -> list[int]:
-        """The rows that have a float such as 3.0 in this column; none if it holds no floats."""
-        column = self._arrow(name)
-        if not pyarrow.types.is_floating(column.type):
-            return []
-        return [row for row, number in enumerate(column.to_pylist()) if number is not None and number.is_integer()]
-
-
-def _field(row: dict[str, Any], name: str) -> Any:
-    """``{"a": {"b": 1}}`` and ``a.b`` -> 1; None where a part is None."""
-    value: Any = row
-    for key in name.split("."):
-        value = None if value is None else value[key]
-    return value
 
 
 @contextmanager
@@ -362,14 +272,10 @@ def _times_as_texts(feature: Any) -> Any:
     return feature
 
 
-def _is_json(feature: Any) -> bool:
-    return type(feature).__name__ == "Json"  # older versions of datasets have none
-
-
 def _holds_json(feature: Any) -> bool:
     if isinstance(feature, dict):
         return any(map(_holds_json, feature.values()))
-    return _holds_json(feature.feature) if isinstance(feature, hf.List) else _is_json(feature)
+    return _holds_json(feature.feature) if isinstance(feature, hf.List) else is_json(feature)
 
 
 def _json_rows(paths: tuple[str, ...], stamps: tuple[int, ...], features: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -432,17 +338,3 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 
 def _base(split: str) -> str:
     return re.split(r"[\[+]", split)[0]
-
-
-def _undecoded(feature: Any) -> Any:
-    if _is_json(feature):
-        return ExactJson()
-    if hasattr(feature, "decode"):  # decoding a PDF, too, opens what its row names
-        return replace(feature, decode=False)
-    if isinstance(feature, dict):
-        return {name: _undecoded(inner) for name, inner in feature.items()}
-    if isinstance(feature, hf.List):
-        return hf.List(_undecoded(feature.feature), length=feature.length)
-    if isinstance(feature, hf.LargeList):
-        return hf.LargeList(_undecoded(feature.feature))
-    return feature
