@@ -13,7 +13,6 @@ from PIL import Image
 
 from vlmrl.config import Data
 from vlmrl.data import files, load_tasks
-from vlmrl.data.dataset_rows import Rows
 from vlmrl.data.files import load_rows
 
 
@@ -51,7 +50,7 @@ def test_texts_beside_values_of_other_types_stay_texts_and_numbers_keep_their_di
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_text(text)
     assert list(load_rows(str(tmp_path / "data"), "train[2:]")) == rows[2:]
-    assert list(Rows(files._load_hub(str(tmp_path / "data"), "train[2:]"))) == rows[2:]
+    assert list(files.Rows(files._load_hub(str(tmp_path / "data"), "train[2:]"))) == rows[2:]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_values_stay_what_they_are_beside_those_of_another_file_or_of_ten_megaby
     else:
         rows[0]["more"] = "x" * (10 * 2**20 + 1)
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for read in (load_rows(str(folder), "train"), Rows(files._load_hub(str(folder), "train"))):
+    for read in (load_rows(str(folder), "train"), files.Rows(files._load_hub(str(folder), "train"))):
         assert json.dumps([row["answer"] for row in read]) == json.dumps([first, then])
 
 
@@ -104,7 +103,7 @@ def test_whole_numbers_in_lists_and_objects_stay_whole_beside_fractions(tmp_path
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_text(text)
     assert json.dumps(list(load_rows(str(tmp_path / "data"), "train"))) == json.dumps(rows)
-    assert json.dumps(list(Rows(files._load_hub(str(tmp_path / "data"), "train")))) == json.dumps(rows)
+    assert json.dumps(list(files.Rows(files._load_hub(str(tmp_path / "data"), "train")))) == json.dumps(rows)
 
 
 def test_the_parts_of_a_saved_dataset_are_those_that_the_split_names(tmp_path):
@@ -189,10 +188,20 @@ def test_neither_a_pipe_nor_a_device_is_read_as_rows(tmp_path, put, suffix):
         load_rows(str(tmp_path), "train")
 
 
-def test_a_row_that_is_not_utf_8_is_a_bad_row(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "caf\xe9", "answer": "a"}\n{"prompt": "b", "answer": "b"}\n')
-    tasks = load_tasks(Data(str(tmp_path / "a.jsonl")))
-    with pytest.raises(ValueError, match=r"row 0 of .*a\.jsonl.*UnicodeDecodeError"):
+@pytest.mark.parametrize(
+    "end", [b'caf\xe9"}', b'\\ud83d"}', b'x", "answer": NaN}', b'x", "answer": 1e999}', b'x"}]', b'x"} 5']
+)
+def test_a_line_that_is_not_json_in_utf_8_is_named(tmp_path, end):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\n\n{"prompt": "' + end)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3 is not JSON \(.*\{\"prompt\": "):
+        load_rows(str(tmp_path / "a.jsonl"), "train")
+
+
+def test_a_row_of_parquet_that_is_not_utf_8_is_a_bad_row(tmp_path):
+    texts = pa.array([b"caf\xe9", b"b"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": texts, "answer": texts}), tmp_path / "a.parquet")
+    tasks = load_tasks(Data(str(tmp_path / "a.parquet")))
+    with pytest.raises(ValueError, match=r"row 0 of .*a\.parquet.*UnicodeDecodeError"):
         tasks[0]
     assert tasks[1].prompt == [{"role": "user", "content": "b"}]
 

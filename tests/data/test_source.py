@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets as hf
@@ -390,17 +391,19 @@ def test_a_missing_local_path_is_named(tmp_path, monkeypatch, name):
 
 
 def test_a_failing_hub_name_names_both_places(tmp_path, monkeypatch):
-    def refuse(path, split):
+    def refuse(path):
         raise FileNotFoundError("no such dataset")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hf, "load_dataset", refuse)
+    monkeypatch.setattr(hf, "load_dataset_builder", refuse)
     with pytest.raises(ValueError, match=rf"'some/name' is nothing local .*{tmp_path}.* the hub says: no such dataset"):
         load_tasks(Data("some/name"))
 
 
 def test_a_hub_name_is_given_to_datasets(monkeypatch):
     rows = hf.Dataset.from_list([{"problem": "x"}])
+    parquet = SimpleNamespace(config=SimpleNamespace(data_files=None), info=SimpleNamespace(features=None))
+    monkeypatch.setattr(hf, "load_dataset_builder", {"hiyouga/geometry3k": parquet}.get)
     monkeypatch.setattr(hf, "load_dataset", lambda path, split: {("hiyouga/geometry3k", "test"): rows}[path, split])
     task = load_tasks(Data("hiyouga/geometry3k", "test", columns={"prompt": "problem"}))[0]
     assert (task.id, task.source) == ("geometry3k/test/0", "hiyouga/geometry3k")
@@ -645,9 +648,9 @@ def test_a_task_that_cannot_be_copied_is_named():
         ("a.parquet", "", r"a\.parquet is empty"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": oops}\n', r"a\.jsonl, line 2 is not JSON .*oops"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": "y', r"a\.jsonl, line 2 is not JSON"),
-        ("a.jsonl", "[" * 100_000, r"a\.jsonl, line 1 is not JSON .*recursion"),
+        ("a.jsonl", "[" * 100_000, r"a\.jsonl is not JSON .*recursion"),
         ("a.parquet", "prompt,answer", r"a\.parquet: .*not a parquet file"),
-        ("a.json", "[{]", r"a\.json: Expected object"),
+        ("a.json", "[{]", r"a\.json is not JSON \(Expecting property name"),
         ("a.json", "[]", r"a\.json is empty"),
     ],
 )
@@ -659,7 +662,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_line(tmp_path, name, writt
 
 def test_a_slice_without_rows_says_so(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}])
-    with pytest.raises(ValueError, match=r'a\.jsonl: .*"train\[5:\]" corresponds to no data'):
+    with pytest.raises(ValueError, match=r"a\.jsonl' has no rows in the split 'train\[5:\]'"):
         load_tasks(Data(str(path), "train[5:]"))
 
 
@@ -670,21 +673,16 @@ def test_a_csv_file_is_read_and_empty_answers_are_reported(tmp_path):
     assert list(tasks.warnings) == ["column 'answer' is empty in row 1: any response contains the answer"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.csv", "prompt,answer\nx,7\ny,\n"),
-        ("a.jsonl", '{"prompt": "x", "answer": 7}\n{"prompt": "y", "answer": 2.5}\n'),
-        ("a.jsonl", '{"prompt": "x", "answer": 123456789012345678901234}\n'),
-    ],
-)
-def test_whole_numbers_that_a_reader_made_floats_are_reported(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
-    [warning] = load_tasks(Data(str(tmp_path / name))).warnings
-    assert re.match(
-        r"column 'answer' holds floats such as (7.0|1.2345678901234569e\+23) \(row 0\): .* Write answers as texts",
-        warning,
-    )
+def test_whole_numbers_that_a_reader_made_floats_are_reported(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer\nx,7\ny,\n")
+    [warning] = load_tasks(Data(str(tmp_path / "a.csv"))).warnings
+    assert re.match(r"column 'answer' holds floats such as 7.0 \(row 0\): .* Write answers as texts", warning)
+
+
+@pytest.mark.parametrize("answers", [[7, 2.5], [2.0, 1.5], [123456789012345678901234, 1], [2**63, -(2**63)], [1, True]])
+def test_numbers_of_json_stay_what_they_are(tmp_path, answers):
+    tasks = load_tasks(Data(str(jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "answer": each} for each in answers]))))
+    assert [repr(task.answer) for task in tasks] == list(map(repr, answers)) and tasks.warnings == []
 
 
 @pytest.mark.parametrize("answers", ["1\n2", "0.5\n2.5", "007\n8", "x\n1.0"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from vlmrl.env.browser.browser_tab import BrowserTab, TabKind
 
 
@@ -17,3 +19,28 @@ async def test_a_request_that_is_blocked_after_the_tab_was_closed_prints_no_trac
     tab = BrowserTab(TabKind(200, 100), None, None)
     await tab._block(SimpleNamespace(abort=abort, request=SimpleNamespace(is_navigation_request=lambda: False)))
     assert tab.blocked == 1
+
+
+class Page:
+    """A page of which Chromium refuses the first ``refused`` screenshots with ``reason``."""
+
+    def __init__(self, refused: int, reason: str = "Unable to capture screenshot") -> None:
+        self.refused, self.reason, self.asked = refused, reason, 0
+
+    async def screenshot(self, **options: Any) -> bytes:
+        self.asked += 1
+        if self.asked <= self.refused:
+            raise RuntimeError(f"Page.screenshot: Protocol error (Page.captureScreenshot): {self.reason}")
+        return b"png"
+
+
+async def test_a_screenshot_that_chromium_refuses_is_taken_again():
+    """It refuses some on busy machines, without a reason; the episode failed."""
+    assert await BrowserTab(TabKind(200, 100), None, Page(2)).screenshot() == b"png"
+
+
+@pytest.mark.parametrize(("page", "asked"), [(Page(99), 5), (Page(99, "Cannot take screenshot with 0 width."), 1)])
+async def test_a_screenshot_that_cannot_be_taken_is_an_error(page, asked):
+    with pytest.raises(RuntimeError, match="captureScreenshot"):
+        await BrowserTab(TabKind(200, 100), None, page).screenshot()
+    assert page.asked == asked

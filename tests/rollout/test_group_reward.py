@@ -85,6 +85,18 @@ def test_rows_of_the_rollout_are_rewarded_on_the_last_sampled_token():
     assert trajectory.samples[-1].rewards == {0: 0.5, 1: 1.0}
 
 
+def test_a_function_that_takes_turns_from_its_trajectories_takes_none_from_training():
+    def longest(group):
+        return [float(trajectory.turns.pop().text.count("a")) for trajectory in group]
+
+    for group in play(longest).groups:
+        assert [(len(trajectory.turns), trajectory.group_reward) for trajectory in group] == [
+            (1, 1.0),
+            (1, 2.0),
+            (1, 3.0),
+        ]
+
+
 def test_filters_see_what_the_group_added():
     keep = choose_all(Algo(filters=("zero_variance",)), "filters")
     judged = asyncio.run(fill(runner(rank), tasks(), 2, "s", keep, "off"))

@@ -2,31 +2,122 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import datasets as hf
-import pyarrow
-import pyarrow.compute
 
 from vlmrl.config.code import local_data, places
-from vlmrl.data.dataset_rows import Rows, is_json
-from vlmrl.utils.json_files import finite_float, read_object
+from vlmrl.data.row_images import json_as_written
+from vlmrl.utils.json_files import read_object, strict_json
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""]}}
 """For the readers of ``datasets``. Texts such as NA, None and null of CSV would be empty cells."""
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"}
 _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
-_TYPES = {"string": (str,), "int64": (int,), "float64": (int, float), "bool": (bool,)}
-"""The types of JSON's values by those that ``datasets`` gives columns."""
+_TYPES = {str: "string", int: "int64", bool: "bool"}
+"""Of columns of JSON files whose values are all of one of these types. Other columns are kept as JSON."""
+JSON = hf.Value("string", id="vlmrl.json")
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
+
+
+@dataclass(frozen=True)
+class ExactJson:
+    """Of texts of JSON. The ``Json`` of ``datasets`` rounds numbers: 57.29 becomes 57.290000000000006."""
+
+    def decode_example(self, written: str | None, token_per_repo_id: Any = None) -> Any:
+        return None if written is None else json_as_written(written)
+
+
+class Rows:
+    """The rows of one split by index. Images, nested ones too, stay encoded as ``{"bytes": ..., "path": ...}``."""
+
+    def __init__(self, dataset: hf.Dataset) -> None:
+        self.columns: list[str] = dataset.column_names
+        self._table = dataset.with_format("arrow")
+        self._features = hf.Features({name: _undecoded(feature) for name, feature in dataset.features.items()})
+        self._nested: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._features.decode_example(self._table[index].to_pylist()[0])
+        return row | {name: _field(row, name) for name in self._nested}
+
+    def add_nested(self, names: Iterable[str]) -> None:
+        """Make fields of columns, such as ``reward_model.ground_truth``, columns of their own. Names of no such field are left out."""
+        for name in names:
+            root, _, field = name.partition(".")
+            if (
+                field
+                and name not in self.columns
+                and root in self.columns
+                and any(_has(row, field) for row in self.column(root))
+            ):
+                self._nested.append(name)
+                self.columns.append(name)
+
+    def take(self, indices: list[int]) -> list[dict[str, Any]]:
+        """Rows by index, in this order; several times faster than reading them one by one."""
+        return list(map(self._features.decode_example, self._table[indices].to_pylist())) if indices else []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for part in self._table.iter(batch_size=1000):
+            yield from map(self._features.decode_example, part.to_pylist())
+
+    def digest(self) -> str:
+        """A hash of all content, independent of the file it came from."""
+        hasher = hashlib.blake2b(repr(self._features).encode(), digest_size=8)
+        for part in self._table.data.table.to_batches():
+            for column in part.columns:
+                hasher.update(f"{column.offset},{len(column)}".encode())
+                for buffer in filter(None, column.buffers()):
+                    hasher.update(buffer)
+        return hasher.hexdigest()
+
+    def column(self, name: str) -> list[Any]:
+        if name in self._nested:
+            root = name.partition(".")[0]
+            return [_field({root: value}, name) for value in self.column(root)]
+        return self._features.decode_column(self._table[name].to_pylist(), name)
+
+    def empty_texts(self, name: str) -> list[int]:
+        """The rows whose text in this column is empty or blank."""
+        try:
+            values = self.column(name)
+        except UnicodeDecodeError:  # no UTF-8: its rows are bad ones
+            return []
+        return [row for row, value in enumerate(values) if isinstance(value, str) and not value.strip()]
+
+    def whole_floats(self, name: str) -> list[int]:
+        """The rows with a float such as 3.0 in this column, which the reader of parquet or CSV may have made of a whole number."""
+        if not isinstance(self._features.get(name), hf.Value) or "float" not in self._features[name].dtype:
+            return []
+        return [row for row, number in enumerate(self.column(name)) if number is not None and number.is_integer()]
+
+
+def _has(value: Any, field: str) -> bool:
+    key, _, rest = field.partition(".")
+    return isinstance(value, dict) and key in value and (not rest or _has(value[key], rest))
+
+
+def _field(row: dict[str, Any], name: str) -> Any:
+    """``{"a": {"b": 1}}`` and ``a.b`` -> 1; None where a part is missing."""
+    value: Any = row
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 @contextmanager
@@ -66,14 +157,14 @@ def task_name(path: Path, split: str) -> str:
 
 def _load_hub(path: str, split: str) -> hf.Dataset:
     try:
-        dataset = hf.load_dataset(path, split=split)
-        if dataset.builder_name != "json":
-            return dataset
         builder = hf.load_dataset_builder(path)
-        if "Json" not in [kind.__name__ for kind in type(builder).__mro__]:
-            return dataset
-        files = hf.DownloadManager().download(builder.config.data_files[_base(split)])  # it has them already
-        return _with_texts(dataset, list(map(Path, files)), split)
+        own = builder.config.data_files or {}
+        is_json = "Json" in [kind.__name__ for kind in type(builder).__mro__] and builder.info.features is None
+        if not is_json or _base(split) not in own:
+            return hf.load_dataset(path, split=split)
+        manager = hf.DownloadManager()
+        files = manager.iter_files(manager.download_and_extract(own[_base(split)]))
+        return _load_json(list(map(Path, files)), split)
     except OSError as error:  # not found, offline, not allowed: all of them are OSErrors
         looked = ", ".join(map(str, places(path)))
         message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
@@ -123,7 +214,7 @@ def _check_only_split(path: Path, split: str) -> None:
 def _rows_of_split(splits: dict[str, hf.Dataset], split: str) -> hf.Dataset:
     """The rows that ``split`` names, such as ``train[:100]``."""
     places = hf.ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
-    return hf.concatenate_datasets([splits[place.splitname].select(range(place.from_, place.to)) for place in places])
+    return hf.concatenate_datasets([splits[each.splitname].select([*range(each.from_, each.to)]) for each in places])
 
 
 def _is_image_folder(folder: Path) -> bool:
@@ -163,7 +254,7 @@ def _listed_images(metadata: list[Path], split: str) -> hf.Dataset:
         if not names:
             raise ValueError(f"{path} must have a column file_name, but it has {', '.join(part.column_names)}")
         for name in names:
-            located = [_beside(path, value) for value in part[name]]
+            located = [_beside(path, value) for value in Rows(part).column(name)]
             column = re.sub(r"_?file_names?$", "", name)
             column = "images" if column in ("", "image") else column
             part = part.remove_columns(name).add_column(column, located)
@@ -188,138 +279,96 @@ def _load_files(paths: list[Path], split: str) -> hf.Dataset:
     for path in paths:
         if not (path.is_file() and path.stat().st_size):
             raise ValueError(f"data.path cannot be read: {path} is empty, or it is no regular file, such as a pipe.")
-    files = {_base(split): [str(path) for path in paths]}
     kind = FORMATS[suffixes.pop()]
+    if kind == "json":
+        return _load_json(paths, split)
+    files = {_base(split): [str(path) for path in paths]}
+    with _naming(paths):
+        return hf.load_dataset(kind, data_files=files, split=split, **READER_OPTIONS.get(kind, {}))
+
+
+@contextmanager
+def _naming(paths: list[Path]) -> Iterator[None]:
     try:
-        dataset = hf.load_dataset(kind, data_files=files, split=split, **READER_OPTIONS.get(kind, {}))
-        return _with_texts(dataset, paths, split) if kind == "json" else dataset
+        yield
     except Exception as error:  # datasets raises many kinds: StopIteration, ArrowInvalid, DatasetGenerationError
-        raise ValueError(f"data.path cannot be read: {_describe_error(paths, error)}") from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ValueError(f"data.path cannot be read: {', '.join(map(str, paths))}: {cause}") from error
 
 
-def _with_texts(dataset: hf.Dataset, paths: list[Path], split: str) -> hf.Dataset:
-    """The rows of JSON files, read again where the reader of ``datasets`` changes texts.
+def _load_json(paths: list[Path], split: str) -> hf.Dataset:
+    """The rows of JSON files, with their values as they are written.
 
-    Times were texts like 2020-01-01, since JSON has none. Where values have several types, such as contents that are texts or lists
-    of parts, that reader takes a text for JSON, so that the response "4" is a number, and cuts numbers to ten digits. Where the first
-    file's first 10 MiB have one type, it makes all later values of that type: the text "007" is a 7 after a number. A whole number
-    within a list or an object, such as the arguments of a call, is a float if the same place of another row has one.
+    The reader of ``datasets`` changes them: a text that looks like a time becomes a time; numbers are rounded; an object gets the keys
+    of other rows' objects; values get the type that the same place has in other rows, so that 7 becomes 7.0, and "007" becomes 7.
     """
-    cast = _cast_columns(dataset.features, paths) | _columns_with_whole_floats(dataset)
-    if not cast and not _changes_texts(dataset):
-        return dataset
-    exact = dict.fromkeys(cast, hf.Json()) if cast else {}
-    features = hf.Features(_times_as_texts(dict(dataset.features)) | exact)
+    kinds: dict[str, set[Any]] = {}
+    for row in chain.from_iterable(map(_json_rows, paths)):
+        for name, value in row.items():
+            kinds.setdefault(name, set()).add(_kind(value))
+    if not kinds:
+        raise ValueError(f"data.path cannot be read: {', '.join(map(str, paths))} is empty.")
+    features = hf.Features({name: _feature(found - {type(None)}) for name, found in kinds.items()})
     stamps = [path.stat().st_mtime_ns for path in paths]  # for the cache of `datasets`, which does not read the files
     given = {"paths": tuple(map(str, paths)), "stamps": tuple(stamps), "features": features}
-    return _rows_of_split({_base(split): hf.Dataset.from_generator(_json_rows, features, gen_kwargs=given)}, split)
+    with _naming(paths):
+        dataset = hf.Dataset.from_generator(_cells, features, gen_kwargs=given, writer_batch_size=64)
+        return _rows_of_split({_base(split): dataset}, split)
 
 
-def _cast_columns(features: dict[str, Any], paths: list[Path]) -> set[str]:
-    """The columns with values of another type than their features have."""
-    if len(paths) == 1 and paths[0].stat().st_size <= 10 * 2**20:  # the reader has seen all of it
-        return set()
-    found: set[str] = set()
-    try:
-        for row in filter(lambda row: isinstance(row, dict), chain.from_iterable(map(_parsed, paths))):
-            found.update(name for name, feature in features.items() if not _fits(row.get(name), feature))
-    except (ValueError, RecursionError):  # one object of many lines, or no UTF-8
-        return set()
-    return found
+def _kind(value: Any) -> Any:
+    return object if isinstance(value, int) and not -(2**63) <= value < 2**63 else type(value)
 
 
-def _columns_with_whole_floats(dataset: hf.Dataset) -> set[str]:
-    """The columns of lists or objects with a float such as 3.0. Those of plain floats are warned of: :meth:`Rows.whole_floats`."""
-    nested = [name for name, feature in dataset.features.items() if not isinstance(feature, hf.Value)]
-    return {name for name in nested if any(map(_has_whole_float, dataset.data.column(name).chunks))}
+def _feature(kinds: set[Any]) -> Any:
+    if not kinds:
+        return hf.Value("null")
+    return hf.Value(_TYPES[next(iter(kinds))]) if len(kinds) == 1 and kinds <= set(_TYPES) else JSON
 
 
-def _has_whole_float(array: pyarrow.Array) -> bool:
-    if pyarrow.types.is_struct(array.type):
-        return any(map(_has_whole_float, array.flatten()))
-    if pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type):
-        return _has_whole_float(array.flatten())
-    if not pyarrow.types.is_floating(array.type):
-        return False
-    return bool(pyarrow.compute.any(pyarrow.compute.equal(array, pyarrow.compute.floor(array))).as_py())
+def _cells(paths: tuple[str, ...], stamps: tuple[int, ...], features: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for row in chain.from_iterable(map(_json_rows, map(Path, paths))):
+        cells = {name: row.get(name) for name in features}
+        yield {
+            name: json.dumps(cell) if features[name] == JSON and cell is not None else cell
+            for name, cell in cells.items()
+        }
 
 
-def _fits(value: Any, feature: Any) -> bool:
-    if value is None:
-        return True
-    if isinstance(feature, hf.Value):
-        return type(value) in _TYPES.get(feature.dtype, (type(value),))
-    if isinstance(feature, dict):
-        return isinstance(value, dict) and all(_fits(value.get(name), inner) for name, inner in feature.items())
-    if isinstance(feature, hf.List):
-        return isinstance(value, list) and all(_fits(each, feature.feature) for each in value)
-    return True
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file with a JSON object a line, or with one list of them. A text is a row with the column ``text``.
 
-
-def _changes_texts(dataset: hf.Dataset) -> bool:
-    """Whether the dataset has a column or a field that :func:`_with_texts` reads again."""
-    features = dict(dataset.features)
-    return _times_as_texts(features) != features or _holds_json(features)
-
-
-def _times_as_texts(feature: Any) -> Any:
-    if isinstance(feature, hf.Value):
-        return hf.Value("string") if re.match(r"timestamp|date|time|duration", feature.dtype) else feature
-    if isinstance(feature, dict):
-        return {name: _times_as_texts(inner) for name, inner in feature.items()}
-    if isinstance(feature, hf.List):
-        return hf.List(_times_as_texts(feature.feature), length=feature.length)
-    return feature
-
-
-def _holds_json(feature: Any) -> bool:
-    if isinstance(feature, dict):
-        return any(map(_holds_json, feature.values()))
-    return _holds_json(feature.feature) if isinstance(feature, hf.List) else is_json(feature)
-
-
-def _json_rows(paths: tuple[str, ...], stamps: tuple[int, ...], features: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for path in paths:
-        yield from (_written(row, features) for row in _parsed(Path(path)))
-
-
-def _parsed(path: Path) -> Iterator[Any]:
-    """The rows of a file with a JSON object a line, or with one list of them."""
-    with path.open(encoding="utf-8-sig") as lines:
-        first = lines.read(1)
+    Raises ValueError, with the file and the line, for anything else.
+    """
+    with path.open("rb") as lines:
+        is_list = lines.read(100).removeprefix(BOM_UTF8).lstrip()[:1] == b"["
         lines.seek(0)
-        yield from json.load(lines) if first == "[" else map(json.loads, filter(str.strip, lines))
-
-
-def _written(value: Any, feature: Any) -> Any:
-    """The value with its parts of the kind ``Json`` as JSON, texts too."""
-    if value is None or isinstance(feature, hf.Value):
-        return value
-    if isinstance(feature, dict):
-        return {name: _written(value.get(name), inner) for name, inner in feature.items()}
-    return [_written(each, feature.feature) for each in value] if isinstance(feature, hf.List) else json.dumps(value)
-
-
-def _describe_error(paths: list[Path], error: BaseException) -> str:
-    """The broken file and the place in it; ``error`` is its reader's."""
-    for path in paths:
-        if path.stat().st_size < 100 and path.read_bytes().strip() in (b"", b"[]"):
-            return f"{path} is empty"
-        if path.suffix == ".jsonl" and (problem := _bad_line(path)):
-            return f"{path}, {problem}"
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{', '.join(map(str, paths))}: {error}"
-
-
-def _bad_line(path: Path) -> str | None:
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in [(0, lines.read())] if is_list else enumerate(lines, start=1):
             try:
-                json.loads(line or "{}", parse_float=finite_float)
+                yield from map(_json_row, _values(line, is_list))
             except (ValueError, RecursionError) as error:
-                return f"line {number} is not JSON ({error}): {line.strip()[:80]!r}"
-    return None
+                where = f"{path}, line {number}" if number else path
+                raise ValueError(
+                    f"data.path cannot be read: {where} is not JSON ({error}): {line.strip()[:80]!r}"
+                ) from None
+
+
+def _values(line: bytes, is_list: bool) -> list[Any]:
+    text = line.decode("utf-8-sig").strip()
+    if not text:
+        return []
+    value = strict_json(text)
+    if b"\\ud" in line or b"\\uD" in line:
+        json.dumps(value, ensure_ascii=False).encode()  # raises ValueError for half of a surrogate pair
+    return value if is_list else [value]
+
+
+def _json_row(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict | str):
+        raise ValueError(f"a row must be an object, but it is {value!r:.50}")
+    return value if isinstance(value, dict) else {"text": value}
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
@@ -338,3 +387,17 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 
 def _base(split: str) -> str:
     return re.split(r"[\[+]", split)[0]
+
+
+def _undecoded(feature: Any) -> Any:
+    if feature == JSON or type(feature).__name__ == "Json":  # older versions of datasets have none
+        return ExactJson()
+    if hasattr(feature, "decode"):  # decoding a PDF, too, opens what its row names
+        return replace(feature, decode=False)
+    if isinstance(feature, dict):
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, hf.List):
+        return hf.List(_undecoded(feature.feature), length=feature.length)
+    if isinstance(feature, hf.LargeList):
+        return hf.LargeList(_undecoded(feature.feature))
+    return feature

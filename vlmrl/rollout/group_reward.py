@@ -5,7 +5,8 @@
         return [float(length == min(lengths)) for length in lengths]
 
 It is called for each complete group, before filters and advantages. Its numbers are added to the trajectories' own rewards (to
-replace them, let the env give 0). It may be ``async``; a plain function runs in a thread of its own.
+replace them, let the env give 0). It gets copies of the trajectories, so that it may sort or drop their turns. It may be ``async``; a
+plain function runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -46,7 +47,7 @@ class GroupReward:
         for number in range(1, self.tries + 1):
             try:
                 async with asyncio.timeout(self.timeout):
-                    rewards = await self._call(group)
+                    rewards = await self._call([replace(each, turns=list(each.turns)) for each in group])
                 break
             except Exception as error:
                 timed_out = isinstance(error, TimeoutError)
@@ -58,10 +59,10 @@ class GroupReward:
 
     async def _call(self, group: list[Trajectory]) -> Any:
         if inspect.iscoroutinefunction(self.function):
-            return await await_user_code(self.function(list(group)))
+            return await await_user_code(self.function(group))
         thread = DaemonPool("group-reward")
         try:
-            return await thread.run(self.function, list(group))
+            return await thread.run(self.function, group)
         finally:
             thread.close()
 

@@ -19,6 +19,7 @@ MOST_DIALOGS = 100  # of one observation; a page with more of them waits for an 
 ERROR_PAGE = "chrome-error:"
 """After a dead link, and where the page's own server redirects to an address that is blocked."""
 SETTLE_SECONDS = 2.0  # for requests of the page after an action
+CAPTURES = 5  # of one screenshot: Chromium refuses some without a reason and gives the same ones 0.1 s later
 
 
 def without_query(url: str) -> str:
@@ -148,8 +149,15 @@ class BrowserTab:
 
     async def screenshot(self) -> bytes:
         """The page as PNG, without a blinking caret and with animations at their end."""
-        png: bytes = await self._page.screenshot(animations="disabled", caret="hide", scale="device")
-        return png
+        for capture in range(1, CAPTURES + 1):
+            try:
+                png: bytes = await self._page.screenshot(animations="disabled", caret="hide", scale="device")
+                return png
+            except Exception as error:
+                if capture == CAPTURES or "Unable to capture screenshot" not in str(error):
+                    raise
+                await asyncio.sleep(0.1)
+        raise AssertionError("unreachable")
 
     async def boxes(self) -> list[tuple[int, int, int, int]]:
         """Left, top, right and bottom of each element that can be clicked, in reading order, in CSS pixels."""
