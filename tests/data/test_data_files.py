@@ -206,16 +206,41 @@ def test_a_row_of_parquet_that_is_not_utf_8_is_a_bad_row(tmp_path):
     assert tasks[1].prompt == [{"role": "user", "content": "b"}]
 
 
-def test_texts_of_a_metadata_file_that_look_like_dates_are_refused(tmp_path):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    Image.new("RGB", (8, 8)).save(folder / "a.png")
-    (folder / "metadata.jsonl").write_text('{"file_name": "a.png", "answer": "2020-01-01"}\n')
-    with pytest.raises(ValueError, match=r"the texts of 'answer' look like times.*write metadata\.csv"):
-        load_rows(str(folder), "train")
-    (folder / "metadata.jsonl").unlink()
-    (folder / "metadata.csv").write_text("file_name,answer\na.png,2020-01-01\n")
-    assert load_rows(str(folder), "train")[0]["answer"] == "2020-01-01"
+@pytest.mark.parametrize(
+    ("suffix", "answers"),
+    [
+        ("jsonl", ["2020-01-01", "12:30"]),
+        ("jsonl", [[10, 20], [10.5, 20]]),
+        ("jsonl", [{"city": "Rome"}, {"n": 1}]),
+        ("jsonl", ["7", 7]),
+        ("csv", ["None", "NA"]),
+    ],
+)
+def test_values_of_a_metadata_file_stay_as_they_are_written(tmp_path, suffix, answers):
+    """Those of a plain file did. Here 10 was 10.0, objects had each other's keys, and the texts None and NA were empty."""
+    file = tmp_path / "photos" / f"metadata.{suffix}"
+    file.parent.mkdir()
+    for name in "ab":
+        Image.new("RGB", (8, 8)).save(file.parent / f"{name}.png")
+    rows = [{"file_name": f"{name}.png", "answer": answer} for name, answer in zip("ab", answers, strict=True)]
+    csv = ["file_name,answer", *(",".join(row.values()) for row in rows)] if suffix == "csv" else []
+    file.write_text("\n".join(csv or map(json.dumps, rows)))
+    tasks = load_tasks(Data(str(file.parent), prompt="<image>?", seed=None))
+    assert repr([task.answer for task in tasks]) == repr(answers)
+    assert [task.images for task in tasks] == [[str(file.parent / f"{name}.png")] for name in "ab"]
+    assert len(load_rows(str(file.parent), "train[1:]")) == 1
+
+
+def test_a_metadata_file_names_images_of_its_folder_alone(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    for folder in ("train", "test"):
+        (tmp_path / "photos" / folder).mkdir(parents=True)
+        (tmp_path / "photos" / folder / "metadata.jsonl").write_text('{"left_file_name": "a.png", "answer": "x"}\n')
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / folder / "a.png")
+    assert load_rows(str(tmp_path / "photos"), "test")[0]["left"] == str(tmp_path / "photos" / "test" / "a.png")
+    (tmp_path / "photos" / "test" / "metadata.jsonl").write_text('{"file_name": "../../a.png"}\n')
+    with pytest.raises(ValueError, match=r"names '\.\./\.\./a\.png', which is not in its folder"):
+        load_rows(str(tmp_path / "photos"), "test")
 
 
 def test_a_metadata_file_may_list_several_images_of_a_row(tmp_path):
@@ -240,3 +265,26 @@ def test_a_text_of_csv_that_means_nothing_to_pandas_stays_a_text(tmp_path):
     tasks = load_tasks(Data(str(tmp_path / "rows.csv")))
     assert [task.answer for task in tasks] == ["NA", "None", "null"]
     assert [task.data["level"] for task in tasks] == [1.0, None, 3.0]
+
+
+def test_a_field_of_a_column_whose_numbers_are_of_two_types_is_found(tmp_path):
+    """It was said not to exist where 3 stands beside 3.5, and an id such as "x" had quotation marks in its task's."""
+    rows = [
+        {"prompt": "a", "uid": "x", "reward_model": {"style": "rule", "ground_truth": 3}},
+        {"prompt": "b", "uid": 7, "reward_model": {"style": "rule", "ground_truth": 3.5}},
+        {"prompt": "c", "uid": 8, "reward_model": {"ground_truth": " "}},
+        {"prompt": "d", "uid": 9, "reward_model": {}},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    columns = {"answer": "reward_model.ground_truth", "id": "uid"}
+    tasks = load_tasks(Data(str(file), columns=columns, seed=None))
+    assert [repr(tasks[number].answer) for number in range(3)] == ["3", "3.5", "' '"]
+    assert [tasks[number].id.rpartition("/")[2] for number in range(3)] == ["x", "7", "8"]
+    assert list(tasks.warnings) == [
+        "column 'reward_model.ground_truth' is empty in row 2: any response contains the answer"
+    ]
+    with pytest.raises(ValueError, match=r"row 3 of .*: column 'reward_model\.ground_truth' is empty"):
+        tasks[3]
+    with pytest.raises(ValueError, match=r"maps 'answer' to 'reward_model\.truth', which .* does not have"):
+        load_tasks(Data(str(file), columns={"answer": "reward_model.truth"}))

@@ -414,3 +414,13 @@ def test_evaluations_are_judged_when_all_are_there(tmp_path):
 )
 def test_steps_that_taught_nothing_are_counted_from_the_last_one_back(config, changes, count):
     assert idle_steps(rows(*changes), config) == count
+
+
+def test_a_policy_that_has_lost_the_end_of_its_responses_is_not_advised_to_write_longer_ones():
+    """A learning rate that is too high did that within a step; what it needed was said to be rollout.max_response_tokens."""
+    for reward, setting in ((0.0, "optim.lr"), (0.6, "rollout.max_response_tokens")):
+        steps = rows({"truncated": 1.0, "reward/mean": reward})
+        steps[0]["truncated"] = 0.02
+        message, named = CHECKS["truncated"](Observed(CONFIG, steps, [CUT] * 8))
+        assert named == setting
+        assert message.startswith("every episode reached a limit, and 2% in the first step") == (setting == "optim.lr")

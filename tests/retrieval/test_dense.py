@@ -16,14 +16,18 @@ VECTORS = {"[UNK]": [0.0, 0.1], "cat": [1.0, 0.0], "kitten": [0.9, 0.1], "car": 
 
 @pytest.fixture
 def encoder(tmp_path):
+    return save_encoder(tmp_path / "encoder", VECTORS)
+
+
+def save_encoder(folder, vectors):
     """A folder in sentence-transformers' form: a text's vector is the mean of its words'."""
     from sentence_transformers.models import StaticEmbedding
 
-    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(VECTORS)}, unk_token="[UNK]"))
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(vectors)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    module = StaticEmbedding(words, embedding_weights=np.array(list(VECTORS.values()), dtype=np.float32))
-    sentence_transformers.SentenceTransformer(modules=[module], device="cpu").save(str(tmp_path / "encoder"))
-    return str(tmp_path / "encoder")
+    module = StaticEmbedding(words, embedding_weights=np.array(list(vectors.values()), dtype=np.float32))
+    sentence_transformers.SentenceTransformer(modules=[module], device="cpu").save(str(folder))
+    return str(folder)
 
 
 def test_passages_are_found_by_meaning_without_a_common_word(tmp_path, encoder, monkeypatch):
@@ -41,3 +45,16 @@ def test_passages_are_found_by_meaning_without_a_common_word(tmp_path, encoder, 
     prefixed = retrieval.open_retriever("dense", str(corpus), encoder=encoder, query_prefix="find: ")
     assert prefixed.search(["cat"], topk=1)[0][0].passage.id == "car"  # the prefix is read
     assert (folder / "flat.faiss").stat().st_mtime_ns == made
+
+
+def test_an_encoder_of_other_weights_in_the_same_folder_gets_an_index_of_its_own(tmp_path, encoder, monkeypatch):
+    """Its queries were compared with the vectors that the encoder before it had made of the passages."""
+    monkeypatch.setenv("VLMRL_CACHE", str(tmp_path / "cache"))
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"id": word, "text": word}) + "\n" for word in ("car", "kitten")))
+    found = []
+    for vectors in (VECTORS, VECTORS | {"cat": [0.0, 1.0], "kitten": [0.0, 1.0], "car": [1.0, 0.0]}):
+        save_encoder(encoder, vectors)
+        retriever = retrieval.open_retriever("dense", str(corpus), encoder=encoder)
+        found.append(retriever.search(["cat"], topk=1)[0][0].passage.id)
+    assert found == ["kitten", "kitten"]

@@ -95,6 +95,26 @@ def test_a_killed_process_holds_nothing(tmp_path):
         pass
 
 
+@pytest.mark.slow
+def test_a_fork_of_a_killed_process_holds_nothing(tmp_path):
+    """The workers of an env's `ProcessPoolExecutor` live on, so that the run could not be resumed."""
+    fork = "import os, sys, time\nwith run_lock(Path(sys.argv[1])):\n    child = os.fork()\n    if not child:\n        time.sleep(600)"
+    hold = HOLD.partition("with")[0] + fork + "\n    print(child, flush=True)\n    time.sleep(600)\n"
+    held = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path / "x")], stdout=subprocess.PIPE)
+    child = int(held.stdout.readline())
+    try:
+        with pytest.raises(ValueError, match=f"process {held.pid} on"), run_lock(tmp_path / "x"):
+            pass
+        held.kill()
+        held.wait()
+        with run_lock(tmp_path / "x"):
+            pass
+    finally:
+        held.kill()
+        os.kill(child, signal.SIGKILL)
+        held.wait()
+
+
 def test_a_lock_is_written_through_no_link_and_no_pipe(tmp_path):
     """A folder of runs may be somebody else's: a link in it emptied the file that it leads to."""
     other, lock = tmp_path / "other", tmp_path / ".run.lock"

@@ -28,7 +28,6 @@ _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
 _TYPES = {str: "string", int: "int64", bool: "bool"}
 """Of columns of JSON files whose values are all of one of these types. Other columns are kept as JSON."""
 JSON = hf.Value("string", id="vlmrl.json")
-_TIME = re.compile(r"Value\('(timestamp|date|time|duration)")
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
 
 
@@ -226,23 +225,50 @@ def _is_image_folder(folder: Path) -> bool:
 
 
 def _load_images(folder: Path, split: str) -> hf.Dataset:
-    """A folder of images: the column ``images``, those of its metadata file, and else folders' names as ``answer``."""
+    """A folder of images: the column ``images``, those of its metadata files, and else folders' names as ``answer``."""
     try:
+        files = hf.load_dataset_builder("imagefolder", data_dir=str(folder)).config.data_files.get(_base(split), [])
+        metadata = [Path(file) for file in files if Path(file).name in _METADATA]
+        if metadata:
+            return _rows_of_split({_base(split): _listed_images(metadata, _base(split))}, split)
         dataset = hf.load_dataset("imagefolder", data_dir=str(folder), split=split)
     except Exception as error:  # datasets raises many kinds
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a folder of images: {error}") from error
-    if "image" in dataset.column_names:  # metadata with `file_names` gives a column `images` of lists
+    if "image" in dataset.column_names:
         dataset = dataset.rename_column("image", "images")
-    if changed := [name for name, feature in dataset.features.items() if _TIME.search(repr(feature))]:
-        raise ValueError(
-            f"data.path {str(folder)!r}: the texts of {changed[0]!r} look like times, which the reader of metadata.jsonl changes: "
-            "write metadata.csv, where they stay texts."
-        )
     label = dataset.features.get("label")
     if isinstance(label, hf.ClassLabel):
         answers = [label.names[number] for number in dataset["label"]]
         dataset = dataset.remove_columns("label").add_column("answer", answers)
     return dataset
+
+
+def _listed_images(metadata: list[Path], split: str) -> hf.Dataset:
+    """The rows of metadata files. The reader of ``imagefolder`` changes their values more than :func:`_load_files` does."""
+    if len({path.suffix for path in metadata}) > 1:
+        raise ValueError(f"its metadata files must be of one format, but they are {', '.join(map(str, metadata))}")
+    parts = []
+    for path in metadata:
+        part = _load_files([path], split)
+        names = [name for name in part.column_names if re.search(r"(^|_)file_names?$", name)]
+        if not names:
+            raise ValueError(f"{path} must have a column file_name, but it has {', '.join(part.column_names)}")
+        for name in names:
+            located = [_beside(path, value) for value in Rows(part).column(name)]
+            column = re.sub(r"_?file_names?$", "", name)
+            column = "images" if column in ("", "image") else column
+            part = part.remove_columns(name).add_column(column, located)
+        parts.append(part)
+    return hf.concatenate_datasets(parts)
+
+
+def _beside(file: Path, name: Any) -> Any:
+    """The path of an image in its folder that a metadata file names, or of each of a list."""
+    if name is None or isinstance(name, list):
+        return name and [_beside(file, each) for each in name]
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{file} names {name[:200]!r}, which is not in its folder")
+    return str(file.parent / name)
 
 
 def _load_files(paths: list[Path], split: str) -> hf.Dataset:

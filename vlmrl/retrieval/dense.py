@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ class Dense:
         self._faiss: Any = import_extra("faiss", "dense")
         self._model: Any = import_extra("sentence_transformers", "dense").SentenceTransformer(model)
         self._query_prefix, self._passage_prefix = query_prefix or None, passage_prefix or None
-        folder = index_folder(self.name, (corpus.digest(), model, passage_prefix), self._build_index)
+        made_from = (corpus.digest(), model, passage_prefix, *_digests(Path(model)))
+        folder = index_folder(self.name, made_from, self._build_index)
         self._index = self._faiss.read_index(str(folder / "flat.faiss"), self._faiss.IO_FLAG_MMAP_IFC)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
@@ -52,3 +54,11 @@ class Dense:
             index = index or self._faiss.IndexFlatIP(vectors.shape[1])
             index.add(vectors)
         self._faiss.write_index(index, str(folder / "flat.faiss"))
+
+
+def _digests(folder: Path) -> Iterator[tuple[str, str]]:
+    """The files of an encoder's folder, whose weights may be other ones than when an index was built; none of a hub name."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                yield str(path.relative_to(folder)), hashlib.file_digest(file, "blake2b").hexdigest()

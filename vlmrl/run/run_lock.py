@@ -15,6 +15,9 @@ from typing import TextIO
 
 from vlmrl.utils.output_files import output_errors
 
+_held: list[TextIO] = []
+"""The files that are locked. A fork of this process lets go of them: a pool's workers may outlive a run that is killed."""
+
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
@@ -54,7 +57,11 @@ def _lock(folder: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
         file.flush()
-        yield
+        _held.append(file)
+        try:
+            yield
+        finally:
+            _held.remove(file)
 
 
 def _open(path: Path) -> TextIO:
@@ -72,3 +79,14 @@ def _open(path: Path) -> TextIO:
     raise ValueError(
         f"{path} must be a regular file, since it is the lock of a run, but it is a link or a device: remove it."
     )
+
+
+def _let_go() -> None:
+    """In a fork: its copies of the locked files become the null device."""
+    for file in _held:
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(nothing, file.fileno(), inheritable=False)
+        os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_let_go)
