@@ -135,7 +135,7 @@ async def read_body(
 
 async def drop_rest(request: web.BaseRequest) -> None:
     """Read what is left of the body of a request that is answered: a client that still sends it would not read the response."""
-    with contextlib.suppress(TimeoutError, web.RequestPayloadError, ConnectionError):
+    with contextlib.suppress(TimeoutError, web.RequestPayloadError, ConnectionError, RuntimeError):  # or it is closed
         async with asyncio.timeout(LINGER_SECONDS):
             async for _ in request.content.iter_any():
                 await asyncio.sleep(0)  # as in read_body
