@@ -244,7 +244,7 @@ def test_a_client_that_leaves_the_queue_leaves_nothing_in_it(monkeypatch):
     app.middlewares.append(watch)
     with served(app) as url, ThreadPoolExecutor(1) as other:
         answer = other.submit(httpx.post, f"{url}/retrieve", json={"queries": ["first"]}, timeout=LIMIT)
-        assert entered.wait(LIMIT)
+        assert entered.wait(LIMIT) and queued.wait(LIMIT)
         queued.clear()
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=LIMIT) as connection:

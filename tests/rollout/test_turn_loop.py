@@ -307,6 +307,25 @@ def test_tools_of_an_env_are_in_the_prompt_only():
     assert decoded(second.prompt_ids) == f"\n{USER}x{END}\n{ASSISTANT}"
 
 
+@pytest.mark.parametrize("history", ["append", "rerender"])
+def test_tools_that_an_env_changes_later_are_kept_as_they_were_shown(history: str):
+    """Logs, teachers and collected episodes had tools that the policy never saw."""
+
+    class Changing(env(obs("x"), obs("y"))):  # type: ignore[misc]
+        def reset(self) -> Any:
+            self.tools = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}]
+            return super().reset()
+
+        def step(self, response_text: str) -> Any:
+            self.tools[0]["function"]["name"] = "later"
+            self.tools.append(self.tools[0])
+            return super().step(response_text)
+
+    trajectory = play(Changing, ["a", "b"], max_turns=2, history=history, samples="step_wise")
+    assert [tool["function"]["name"] for tool in trajectory.tools] == ["zoom"]
+    assert not any("later" in decoded(turn.prompt_ids) for turn in trajectory.turns)
+
+
 def test_the_messages_may_be_of_any_role_and_number():
     class Tool(env(obs("x"), obs("y"))):  # type: ignore[misc]
         def format_observation(self, observation: dict[str, Any]) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from aiohttp import web
+from aiohttp import StreamReader, web
 from testing.servers import answering, closed_port
 
 from vlmrl.utils import http
@@ -125,3 +127,34 @@ def test_a_proxy_of_the_environment_is_used(url: str, monkeypatch: pytest.Monkey
     assert HttpClient(600.0).send("GET", "http://somewhere.invalid/ok") == (200, b'{"a": 1}')
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert HttpClient(600.0).send("GET", f"{url}/ok") == (200, b'{"a": 1}')
+
+
+def test_a_response_of_tiny_chunks_does_not_stop_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    """Requests of all episodes are sent in one loop. 16,000 chunks were parsed and read in one go."""
+    loop, chunks = http.http_loop().loop, [0, 0]  # in all, and without a pause
+    parsed = StreamReader.end_http_chunk_receiving
+
+    def counted(reader: StreamReader) -> None:
+        parsed(reader)
+        if asyncio.get_running_loop() is loop:
+            chunks[0], chunks[1] = chunks[0] + 1, chunks[1] + 1
+            most.append(chunks[1])
+            if chunks[1] == 1:
+                loop.call_soon(chunks.__setitem__, 1, 0)
+
+    most: list[int] = []
+    monkeypatch.setattr(StreamReader, "end_http_chunk_receiving", counted)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as server:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+                connection.sendall(head + b"1\r\nx\r\n" * 40_000 + b"0\r\n\r\n")
+
+        served = server.submit(serve)
+        status, body = HttpClient(600.0).send("GET", f"http://127.0.0.1:{listener.getsockname()[1]}/")
+        served.result()
+    assert (status, len(body)) == (200, 40_000)
+    assert chunks[0] == 40_001 and max(most) <= 1000  # with the last, empty one

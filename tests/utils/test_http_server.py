@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.typedefs import Handler
 from testing.servers import served
 
@@ -116,6 +118,40 @@ def test_a_body_is_taken_as_it_was_sent(without_token: str):
     assert (
         httpx.post(without_token, content=packed, headers={"Content-Encoding": "gzip"}, timeout=LIMIT).content == packed
     )
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_body_of_tiny_chunks_does_not_stop_the_event_loop(is_refused: bool, monkeypatch: pytest.MonkeyPatch):
+    """16,000 chunks of one byte were parsed and read in one go, which took 0.15 s, also to drop them."""
+    rounds, chunks = [0], Counter[int]()
+    parsed = StreamReader.end_http_chunk_receiving
+
+    def counted(reader: StreamReader) -> None:
+        chunks[rounds[0]] += 1
+        parsed(reader)
+
+    async def count_rounds(app: web.Application) -> AsyncIterator[None]:
+        async def count() -> None:
+            while True:
+                rounds[0] += 1
+                await asyncio.sleep(0)
+
+        counter = asyncio.create_task(count())
+        yield
+        counter.cancel()
+
+    monkeypatch.setattr(StreamReader, "end_http_chunk_receiving", counted)
+    app = echo()
+    app.cleanup_ctx.append(count_rounds)
+    with served(guarded(app, TOKEN if is_refused else None, 50_000)) as url:
+        answer = told(
+            url,
+            head("Host: localhost", "Transfer-Encoding: chunked", "Connection: close")
+            + b"1\r\nx\r\n" * 40_000
+            + b"0\r\n\r\n",
+        )
+    assert b" 401 " in answer if is_refused else answer.endswith(b"x" * 40_000)
+    assert chunks.total() == 40_001 and max(chunks.values()) <= 1000  # with the last, empty one
 
 
 def test_a_body_that_never_ends_or_is_malformed_is_refused(without_token: str):

@@ -37,7 +37,7 @@ from vlmrl.gateway.http_exchange import ClientLeftError, Exchange
 from vlmrl.gateway.request_body import MAX_KEY_LENGTH, ParsedRequest, check_beside, read_json, refuse
 from vlmrl.gateway.request_images import RequestImages, new_bytes
 from vlmrl.multimodal.messages import bytes_of
-from vlmrl.utils.http_server import BODY_SECONDS, BodyError, names_this_machine, read_body
+from vlmrl.utils.http_server import BODY_SECONDS, BodyError, drop_rest, names_this_machine, read_body
 from vlmrl.utils.require import MOST_NUMBER
 from vlmrl.utils.tokens import is_loopback
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
@@ -161,6 +161,7 @@ class GatewayApp:
             _clear_frames(error)
         except ClientLeftError:
             self.counts["client_left"] += 1
+        await drop_rest(request)
         return exchange.response or web.Response()
 
     def _find(self, request: web.Request) -> tuple[OpenEpisode, str]:

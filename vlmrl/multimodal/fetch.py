@@ -40,6 +40,10 @@ NOT_PUBLIC = "is not a public address of the internet"
 TRANSLATED = [
     ipaddress.ip_network(net) for net in ("::ffff:0:0/96", "64:ff9b::/96")
 ]  # IPv6 addresses that end with an IPv4 one
+LOCAL = [
+    ipaddress.ip_network(net)
+    for net in ("168.63.129.16/32", "192.0.0.0/24", "::/96", "64:ff9b:1::/48", "3fff::/20", "5f00::/16", "fec0::/10")
+]  # that Python 3.11 takes for public: Azure's and Oracle's metadata, translators, and a QEMU guest's way to its host (fec0::2)
 
 
 def is_url(source: object) -> bool:
@@ -141,4 +145,4 @@ def is_public(address: str) -> bool:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
         if ip.sixtofour is not None:
             return is_public(str(ip.sixtofour))
-    return ip.is_global and not ip.is_multicast
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in LOCAL)

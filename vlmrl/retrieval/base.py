@@ -14,6 +14,7 @@ from typing import Protocol
 from vlmrl.types import ImageSource
 from vlmrl.utils.folders import build_folder, cache_root
 
+TURN_SECONDS = 0.02  # after which a caller that waits for its turn looks whether it has its answer
 LONGEST_QUERY = 2000  # characters that are searched for: a policy writes queries, and encoders read about 512 tokens
 
 
@@ -68,7 +69,8 @@ _Request = tuple[list[str], int, "Future[list[list[Hit]]]"]
 class BatchingRetriever:
     """Makes ``retriever`` thread-safe: one caller at a time passes it all queries that are waiting, up to about ``max_batch`` at once.
 
-    A neural encoder needs little more time for 64 queries than for one.
+    A neural encoder needs little more time for 64 queries than for one. A caller with more queries waits in the queue again after each
+    ``max_batch`` of them, so that others need not wait for all.
     """
 
     def __init__(self, retriever: Retriever, max_batch: int = 64) -> None:
@@ -79,11 +81,19 @@ class BatchingRetriever:
         self._turn = threading.Lock()
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        starts = range(0, len(queries), self._max_batch)
+        return [hits for start in starts for hits in self._search(list(queries[start : start + self._max_batch]), topk)]
+
+    def _search(self, queries: list[str], topk: int) -> list[list[Hit]]:
         result: Future[list[list[Hit]]] = Future()
-        self._requests.put((list(queries), topk, result))
-        with self._turn:
-            while not result.done():
-                self._serve()
+        self._requests.put((queries, topk, result))
+        while not result.done():
+            if self._turn.acquire(timeout=TURN_SECONDS):  # another caller's turn may answer this one, too
+                try:
+                    if not result.done():
+                        self._serve()
+                finally:
+                    self._turn.release()
         return result.result()
 
     def _serve(self) -> None:

@@ -37,7 +37,7 @@ def open_retriever(
         raise ValueError(f"corpus must be set for the retriever {retriever}: a file, a hub name or file.py:function.")
     passages = load_corpus(corpus, split)
     if retriever == "bm25":
-        return BatchingRetriever(Bm25(passages))
+        return BatchingRetriever(Bm25(passages), max_batch=8)  # it searches for one query after the other
     if not encoder:
         raise ValueError(
             "encoder must be set for the retriever dense: the name or folder of a sentence-transformers model."

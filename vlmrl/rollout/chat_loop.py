@@ -129,7 +129,7 @@ class ChatLoop(TurnLoop):
                 f"env {self.spec.of(trajectory.task).name}: tool_format must be json, or unset, with --api, but it is "
                 f"{session.tool_format!r}."
             )
-        history = ChatHistory(self.renderer, session.tools, self.history_policy or list)
+        history = ChatHistory(self.renderer, trajectory.tools, self.history_policy or list)
         recorder = TurnRecorder(trajectory, None)
         sampler = ChatSampler(recorder, self.api, self.config, history)
         return Episode(trajectory, session, history, is_task_prompt, recorder, sampler)

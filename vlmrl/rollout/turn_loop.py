@@ -19,6 +19,7 @@ from vlmrl.env.base import EnvSpec, RetryTurn
 from vlmrl.env.session import EnvContractError, EnvError, EnvSession, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.multimodal.masks import RowError
+from vlmrl.multimodal.messages import copied
 from vlmrl.multimodal.placeholders import expand
 from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError
 from vlmrl.multimodal.store import MediaStore
@@ -89,7 +90,8 @@ class TurnLoop:
         )
         try:
             messages = await session.start() or task.prompt
-            trajectory.tools = session.tools
+            # as they are now: an env may change its own later
+            trajectory.tools = copied(session.tools) if session.sets_tools else session.tools
             episode = self._begin(trajectory, session, messages is task.prompt)
             trajectory.ending = await self._play(episode, await self._load_prompt(messages, trajectory))
             await self._finish(trajectory, session)
@@ -113,7 +115,7 @@ class TurnLoop:
         return trajectory
 
     def _begin(self, trajectory: Trajectory, session: EnvSession, is_task_prompt: bool) -> Episode:
-        history = self._history(session.tools)
+        history = self._history(trajectory.tools)
         recorder = TurnRecorder(trajectory, self.renderer.image_token_id)
         sampler = Sampler(recorder, self.engine, self.config, self.seed)
         return Episode(trajectory, session, history, is_task_prompt, recorder, sampler)

@@ -35,6 +35,9 @@ IDLE_SECONDS = 2.0
 """For which a connection is kept for the next request. Inference servers close theirs after 5 idle seconds, and a request that is
 sent at that moment fails."""
 RESPONSE_LIMIT = 256 * 2**20  # bytes of one response
+BUFFER = 2**12
+"""Bytes of a body, and 16 times its chunks, after which aiohttp parses no more of it until they are read. Parsing 40,000 chunks of one
+byte, which fit into one read of a socket, takes 0.4 s, in which no other connection is served."""
 _LOCK = threading.Lock()
 _LOOPS: list[LoopThread] = []
 BAD_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, ValueError)
@@ -181,6 +184,7 @@ async def read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | 
         received += part
         if len(received) > limit:
             return None
+        await asyncio.sleep(0)  # more of it may be parsed already, or wait to be: others come first
     return bytes(received)
 
 
@@ -201,6 +205,7 @@ def plain_session(connector: aiohttp.TCPConnector | None = None) -> aiohttp.Clie
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
+        read_bufsize=BUFFER,
     )
 
 

@@ -25,6 +25,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from vlmrl.utils import open_files
+from vlmrl.utils.http import BUFFER
 from vlmrl.utils.machine_memory import memory_bytes
 from vlmrl.utils.require import require
 from vlmrl.utils.threads import LoopThread
@@ -47,7 +48,8 @@ _OPTIONS: dict[str, Any] = {
     "logger": _HTTP_ERRORS,
     "handler_cancellation": True,  # a handler ends when its client has left
     "shutdown_timeout": GRACE_SECONDS,
-    "lingering_time": LINGER_SECONDS,
+    "lingering_time": 0.0,  # see drop_rest
+    "read_bufsize": BUFFER,
     "auto_decompress": False,  # a body's limit is that of its bytes as sent
 }
 
@@ -123,11 +125,20 @@ async def read_body(
                 body += part
                 if len(body) > limit:
                     raise too_large
+                await asyncio.sleep(0)  # more of it may be parsed already, or wait to be: others come first
     except TimeoutError:
         raise BodyError(408, f"the body did not arrive in {seconds:g} s.") from None
     except web.RequestPayloadError as error:
         raise BodyError(400, f"the body is malformed: {error}") from None
     return bytes(body)
+
+
+async def drop_rest(request: web.BaseRequest) -> None:
+    """Read what is left of the body of a request that is answered: a client that still sends it would not read the response."""
+    with contextlib.suppress(TimeoutError, web.RequestPayloadError, ConnectionError, RuntimeError):  # or it is closed
+        async with asyncio.timeout(LINGER_SECONDS):
+            async for _ in request.content.iter_any():
+                await asyncio.sleep(0)  # as in read_body
 
 
 def guarded(
@@ -150,6 +161,11 @@ def guarded(
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await send_rest(request, await answer(request, handler))
+        await drop_rest(request)
+        return response
+
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal held
         if token is None and (not names_this_machine(request) or _is_of_another_page(request)):
             return _refused(
@@ -167,7 +183,7 @@ def guarded(
 
         try:
             request[BODY] = await read_body(request, max_body, "--max-body-mib", seconds, arrived)
-            return await send_rest(request, await handler(request))
+            return await send_rest(request, await handler(request))  # its body counts until then
         except BodyError as error:
             return _refused(error.status, str(error))
         except web.HTTPException as error:  # it is a response, too
