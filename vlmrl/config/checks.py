@@ -20,6 +20,11 @@ def check_data(data: Data, eval_data: EvalData, mixture: Mapping[str, Part]) -> 
     refuse_if(
         bool(mixture) and eval_data.is_set, "eval.data and mixture exclude each other: set mixture.NAME.eval_data."
     )
+    if mixture:
+        _refuse_changed(data, "with mixture, whose parts have their own: set mixture.NAME.data.")
+    if not eval_data.is_set:
+        other = "mixture.NAME.eval_data" if mixture else "data.held_out"
+        _refuse_changed(eval_data, f"without eval.data.path and eval.data.generator: set one of them, or {other}.")
     for name in mixture:
         require(name.isidentifier(), "mixture", "named by identifiers", name)
 
@@ -105,6 +110,13 @@ def check_corrected(algo: Algo, rollout: Rollout, train: Train, loss_has_ratio: 
         f"algo.corrections must be set with algo.loss {short_name(algo.loss)} and train.max_staleness above 0: this loss has no ratio "
         f"that corrects for older weights. Set algo.corrections, choose a loss such as ppo, {anyway}.",
     )
+
+
+def _refuse_changed(data: Data | EvalData, rule: str) -> None:
+    """Raises ValueError if a setting of ``data``, which nothing reads, is not its default."""
+    for name, value in vars(data).items():
+        changed = value != getattr(type(data)(), name)
+        refuse_if(changed, f"{data.section}.{name} must be unset {rule} It is {value!r}.")
 
 
 def refuse_if(wrong: bool, message: str) -> None:
