@@ -102,12 +102,6 @@ def test_none_unsets_the_held_out_tasks_with_their_size_and_seed():
     assert chosen(evaluated, "--eval.data.generator=None").eval.data == EvalData()
     assert chosen(evaluated, "--eval.data.path", "x.jsonl").eval.data == EvalData("x.jsonl", seed=1)
     assert chosen(evaluated, "--eval.data.path", "None").eval.data.generator is tasks
-    with pytest.raises(ValueError, match=r"eval\.data\.size must be unset without eval\.data\.path"):
-        chosen(config_without_evaluation, "--eval.data.size", "4")
-
-
-def config_without_evaluation():
-    return Config(data=Data(generator=tasks, size=8), reward=reward)
 
 
 def test_none_unsets_and_several_functions_are_a_tuple():

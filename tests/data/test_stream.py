@@ -128,27 +128,6 @@ def test_one_dataset_is_evaluated_on_what_it_holds_out():
             lambda: Config(mixture={"a": part(3)}, eval=Eval(data=EvalData("x"))),
             r"eval\.data and mixture .*NAME\.eval_data",
         ),
-        (
-            lambda: Config(mixture={"a": part(3)}, data=Data(seed=7)),
-            r"data\.seed must be unset with mixture.*mixture\.NAME\.data\. It is 7",
-        ),
-        (
-            lambda: Config(mixture={"a": part(3)}, data=Data(system_prompt="Be brief.")),
-            r"data\.system_prompt must be unset",
-        ),
-        (
-            lambda: Config(mixture={"a": part(3)}, data=Data(max_prompt_tokens=5)),
-            r"data\.max_prompt_tokens must be unset",
-        ),
-        (
-            lambda: Config(mixture={"a": part(3)}, eval=Eval(data=EvalData(size=5))),
-            r"eval\.data\.size .*NAME\.eval_data",
-        ),
-        (
-            lambda: Config(data=Data("x", held_out=8), eval=Eval(data=EvalData(size=5))),
-            r"eval\.data\.size must be unset without eval\.data\.path",
-        ),
-        (lambda: Config(data=Data("x"), eval=Eval(data=EvalData(split="test"))), r"eval\.data\.split must be unset"),
         (lambda: Config(mixture={"a/b": part(3)}), "mixture must be named by identifiers, but it is 'a/b'"),
         (lambda: part(3, weight=0.0), r"mixture\.NAME\.weight must be greater than 0"),
         (lambda: Part(), r"mixture\.NAME\.data must be given a path or a generator"),
@@ -161,6 +140,25 @@ def test_one_dataset_is_evaluated_on_what_it_holds_out():
 def test_impossible_settings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(mixture={"a": part(3)}, data=Data(seed=7)), r"data\.seed must be unset with mixture.*It is 7"),
+        (Config(mixture={"a": part(3)}, data=Data(system_prompt="Hi")), r"data\.system_prompt must be unset"),
+        (Config(mixture={"a": part(3)}, data=Data(max_prompt_tokens=5)), r"data\.max_prompt_tokens must be unset"),
+        (Config(mixture={"a": part(3)}, eval=Eval(data=EvalData(size=5))), r"eval\.data\.size .*NAME\.eval_data"),
+        (
+            Config(data=Data("x", held_out=8), eval=Eval(data=EvalData(size=5))),
+            r"eval\.data\.size must be unset without eval\.data\.path",
+        ),
+        (Config(data=Data("x"), eval=Eval(data=EvalData(split="test"))), r"eval\.data\.split must be unset"),
+    ],
+)
+def test_settings_of_data_that_nothing_reads_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        load_run_tasks(config)
 
 
 # Prompts that are too long

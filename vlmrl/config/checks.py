@@ -20,13 +20,17 @@ def check_data(data: Data, eval_data: EvalData, mixture: Mapping[str, Part]) -> 
     refuse_if(
         bool(mixture) and eval_data.is_set, "eval.data and mixture exclude each other: set mixture.NAME.eval_data."
     )
+    for name in mixture:
+        require(name.isidentifier(), "mixture", "named by identifiers", name)
+
+
+def check_read(data: Data, eval_data: EvalData, mixture: Mapping[str, Part]) -> None:
+    """Settings of data that nothing reads. Not of each config: a recipe's options are set one after another."""
     if mixture:
         _refuse_changed(data, "with mixture, whose parts have their own: set mixture.NAME.data.")
     if not eval_data.is_set:
         other = "mixture.NAME.eval_data" if mixture else "data.held_out"
         _refuse_changed(eval_data, f"without eval.data.path and eval.data.generator: set one of them, or {other}.")
-    for name in mixture:
-        require(name.isidentifier(), "mixture", "named by identifiers", name)
 
 
 def check_samples(algo: Algo, rollout: Rollout, train: Train) -> None:
