@@ -154,6 +154,8 @@ def test_impossible_settings_are_refused(make, message):
             r"eval\.data\.size must be unset without eval\.data\.path",
         ),
         (Config(data=Data("x"), eval=Eval(data=EvalData(split="test"))), r"eval\.data\.split must be unset"),
+        (Config(data=Data(generator=part, size=9, split="train[:3]")), r"data\.split must be unset with a generator"),
+        (Config(mixture={"a": Part(Data("x", options={"n": 1}))}), r"mixture\.a\.data\.options must be unset"),
     ],
 )
 def test_settings_of_data_that_nothing_reads_are_refused(config, message):

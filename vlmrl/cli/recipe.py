@@ -139,7 +139,7 @@ def with_one_source(recipe: Config, words: Sequence[str]) -> Config:
 
     ``--eval.data.generator None`` unsets the size and the seed of `eval.data`, too, as nothing would read them.
     """
-    pairs = zip((word.partition("=") for word in words), [*words[1:], ""], strict=True)
+    pairs = zip((word.partition("=") for word in words), [*words[1:], ""], strict=False)
     given = {name.replace("_", "-"): value if equals else following for (name, equals, value), following in pairs}
 
     def replaced(prefix: str, data: AnyData) -> AnyData:
@@ -147,7 +147,7 @@ def with_one_source(recipe: Config, words: Sequence[str]) -> Config:
             return replace(data, generator=None, size=None, options={})
         if given.get(f"{prefix}.generator", "None") != "None" and data.path is not None:
             own: dict[str, Any] = {"columns": {}, "prompt": None} if isinstance(data, Data) else {}
-            return replace(data, path=None, **own)
+            return replace(data, path=None, split="train", **own)
         source = "path" if data.generator is None else "generator"
         unset = isinstance(data, EvalData) and given.get(f"{prefix}.{source}") == "None"
         return type(data)() if unset else data

@@ -31,6 +31,14 @@ def check_read(data: Data, eval_data: EvalData, mixture: Mapping[str, Part]) -> 
     if not eval_data.is_set:
         other = "mixture.NAME.eval_data" if mixture else "data.held_out"
         _refuse_changed(eval_data, f"without eval.data.path and eval.data.generator: set one of them, or {other}.")
+    named: dict[str, Data | EvalData] = {"data": data, "eval.data": eval_data}
+    for name, part in mixture.items():
+        named |= {f"mixture.{name}.data": part.data, f"mixture.{name}.eval_data": part.eval_data}
+    for name, rows in named.items():
+        sliced = rows.generator is not None and rows.split != "train"
+        refuse_if(sliced, f"{name}.split must be unset with a generator: set {name}.size. It is {rows.split!r}.")
+        unread = rows.generator is None and bool(rows.options)
+        refuse_if(unread, f"{name}.options must be unset without a generator, whose arguments they are.")
 
 
 def check_samples(algo: Algo, rollout: Rollout, train: Train) -> None:
