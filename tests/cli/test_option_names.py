@@ -92,6 +92,18 @@ def test_a_generator_replaces_the_recipes_path():
     assert chosen(with_rows, *words).eval.data.path is None
 
 
+def test_none_unsets_the_held_out_tasks_with_their_size_and_seed():
+    def evaluated():
+        data = EvalData(generator=tasks, size=8, seed=1)
+        return Config(data=Data(generator=tasks, size=8), eval=Eval(data=data), reward=reward)
+
+    config = chosen(evaluated, "--eval.data.generator", "None", "--data.held-out", "2")
+    assert (config.eval.data, config.data.held_out) == (EvalData(), 2)
+    assert chosen(evaluated, "--eval.data.generator=None").eval.data == EvalData()
+    assert chosen(evaluated, "--eval.data.path", "x.jsonl").eval.data == EvalData("x.jsonl", seed=1)
+    assert chosen(evaluated, "--eval.data.path", "None").eval.data.generator is tasks
+
+
 def test_none_unsets_and_several_functions_are_a_tuple():
     assert chosen(config, "--reward", "None", "--env", "a.py:Env").reward is None
     assert chosen(config, "--reward", "a.py:right", "a.py:short").reward == ("a.py:right", "a.py:short")

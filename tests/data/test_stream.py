@@ -142,6 +142,27 @@ def test_impossible_settings_are_refused(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(mixture={"a": part(3)}, data=Data(seed=7)), r"data\.seed must be unset with mixture.*It is 7"),
+        (Config(mixture={"a": part(3)}, data=Data(system_prompt="Hi")), r"data\.system_prompt must be unset"),
+        (Config(mixture={"a": part(3)}, data=Data(max_prompt_tokens=5)), r"data\.max_prompt_tokens must be unset"),
+        (Config(mixture={"a": part(3)}, eval=Eval(data=EvalData(size=5))), r"eval\.data\.size .*NAME\.eval_data"),
+        (
+            Config(data=Data("x", held_out=8), eval=Eval(data=EvalData(size=5))),
+            r"eval\.data\.size must be unset without eval\.data\.path",
+        ),
+        (Config(data=Data("x"), eval=Eval(data=EvalData(split="test"))), r"eval\.data\.split must be unset"),
+        (Config(data=Data(generator=part, size=9, split="train[:3]")), r"data\.split must be unset with a generator"),
+        (Config(mixture={"a": Part(Data("x", options={"n": 1}))}), r"mixture\.a\.data\.options must be unset"),
+    ],
+)
+def test_settings_of_data_that_nothing_reads_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        load_run_tasks(config)
+
+
 # Prompts that are too long
 
 

@@ -69,3 +69,17 @@ def test_mini_batches_may_have_different_turns(qwen3_vl):
         row.responses = [ResponseSpan(0, 0, 1), ResponseSpan(int(row.group_id == "a"), 1, len(row.response_ids))]
     metrics = Trainer(model.policy, spec, teacher=model.policy.frozen_copy()).step(rows).metrics
     assert {name for name in metrics if "turn" in name} == {"teacher/kl_turn_0", "teacher/kl_turn_1"}
+
+
+def test_a_micro_batch_about_which_the_teacher_says_nothing_is_trained(qwen3_vl):
+    """`teacher.sees` returned None for each turn of group b."""
+    model, _ = new_trainer(qwen3_vl)
+    rows = random_rows(model, seed=0)
+    for row in rows:
+        row.responses = [ResponseSpan(0, 0, len(row.response_ids))]
+        row.teacher_rows = [None] if row.group_id == "b" else []
+    trainer = Trainer(model.policy, replace(SPEC, groups_per_step=1), teacher=model.policy.frozen_copy())
+    output = trainer.step(rows)
+    assert output.steps_done == 2 and 0 < output.metrics["teacher/share"] < 1
+    for row, logprobs in zip(rows, output.teacher_logprobs, strict=True):
+        assert bool(torch.tensor(logprobs).isnan().all()) == (row.group_id == "b")

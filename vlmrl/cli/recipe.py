@@ -135,16 +135,22 @@ def _wrapped(line: str) -> str:
 
 
 def with_one_source(recipe: Config, words: Sequence[str]) -> Config:
-    """``recipe`` without the generator that a dataset among the options ``words`` replaces, or the dataset that a generator does."""
-    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    """``recipe`` without the generator that a dataset among the options ``words`` replaces, or the dataset that a generator does.
+
+    ``--eval.data.generator None`` unsets the size and the seed of `eval.data`, too, as nothing would read them.
+    """
+    pairs = zip((word.partition("=") for word in words), [*words[1:], ""], strict=False)
+    given = {name.replace("_", "-"): value if equals else following for (name, equals, value), following in pairs}
 
     def replaced(prefix: str, data: AnyData) -> AnyData:
-        if f"{prefix}.path" in given and data.generator is not None:
+        if given.get(f"{prefix}.path", "None") != "None" and data.generator is not None:
             return replace(data, generator=None, size=None, options={})
-        if f"{prefix}.generator" in given and data.path is not None:
+        if given.get(f"{prefix}.generator", "None") != "None" and data.path is not None:
             own: dict[str, Any] = {"columns": {}, "prompt": None} if isinstance(data, Data) else {}
-            return replace(data, path=None, **own)
-        return data
+            return replace(data, path=None, split="train", **own)
+        source = "path" if data.generator is None else "generator"
+        unset = isinstance(data, EvalData) and given.get(f"{prefix}.{source}") == "None"
+        return type(data)() if unset else data
 
     evaluation = replace(recipe.eval, data=replaced("--eval.data", recipe.eval.data))
     return replace(recipe, data=replaced("--data", recipe.data), eval=evaluation)

@@ -24,6 +24,23 @@ def check_data(data: Data, eval_data: EvalData, mixture: Mapping[str, Part]) -> 
         require(name.isidentifier(), "mixture", "named by identifiers", name)
 
 
+def check_read(data: Data, eval_data: EvalData, mixture: Mapping[str, Part]) -> None:
+    """Settings of data that nothing reads. Not of each config: a recipe's options are set one after another."""
+    if mixture:
+        _refuse_changed(data, "with mixture, whose parts have their own: set mixture.NAME.data.")
+    if not eval_data.is_set:
+        other = "mixture.NAME.eval_data" if mixture else "data.held_out"
+        _refuse_changed(eval_data, f"without eval.data.path and eval.data.generator: set one of them, or {other}.")
+    named: dict[str, Data | EvalData] = {"data": data, "eval.data": eval_data}
+    for name, part in mixture.items():
+        named |= {f"mixture.{name}.data": part.data, f"mixture.{name}.eval_data": part.eval_data}
+    for name, rows in named.items():
+        sliced = rows.generator is not None and rows.split != "train"
+        refuse_if(sliced, f"{name}.split must be unset with a generator: set {name}.size. It is {rows.split!r}.")
+        unread = rows.generator is None and bool(rows.options)
+        refuse_if(unread, f"{name}.options must be unset without a generator, whose arguments they are.")
+
+
 def check_samples(algo: Algo, rollout: Rollout, train: Train) -> None:
     """Requirements of the algorithm on the form of the samples."""
     if rollout.needs_rendered_rows:
@@ -105,6 +122,13 @@ def check_corrected(algo: Algo, rollout: Rollout, train: Train, loss_has_ratio: 
         f"algo.corrections must be set with algo.loss {short_name(algo.loss)} and train.max_staleness above 0: this loss has no ratio "
         f"that corrects for older weights. Set algo.corrections, choose a loss such as ppo, {anyway}.",
     )
+
+
+def _refuse_changed(data: Data | EvalData, rule: str) -> None:
+    """Raises ValueError if a setting of ``data``, which nothing reads, is not its default."""
+    for name, value in vars(data).items():
+        changed = value != getattr(type(data)(), name)
+        refuse_if(changed, f"{data.section}.{name} must be unset {rule} It is {value!r}.")
 
 
 def refuse_if(wrong: bool, message: str) -> None:

@@ -200,11 +200,12 @@ class Renderer:
         return self._finish(text, images, messages, limit)
 
     def conversation(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), examples: Sequence[bool] = ()
     ) -> tuple[Rendered, list[int]]:
         """A finished conversation, and a mask that is 1 on the ids between the template's generation markers.
 
-        The text is encoded in pieces cut at the markers, as it would have been sampled.
+        The text is encoded in pieces cut at the markers, as it would have been sampled. ``examples``: for each message of the role
+        ``assistant`` whether it has mask 0.
         """
         if not self.marks_responses:
             raise ValueError(
@@ -221,11 +222,18 @@ class Renderer:
                 **self.tokenizer.special_tokens_map,
             )
         texts, spans = marked
+        if any(examples) and len(examples) != len(spans[0]):
+            raise ValueError(
+                "the task has examples of responses, and the chat template has other than one {% generation %} block for each "
+                "response, so that they cannot be told apart: set rollout.samples to step_wise."
+            )
         edges = [0, *chain.from_iterable(spans[0]), len(texts[0])]
         pieces = [self.encode_written(texts[0][start:end]) for start, end in pairwise(edges)]
         ids = list(chain.from_iterable(pieces))
         self._check_images(ids, images, messages)
-        return Rendered(ids, images), [index % 2 for index, piece in enumerate(pieces) for _ in piece]
+        untrained = examples if any(examples) else [False] * len(spans[0])
+        marks = [0, *chain.from_iterable((int(not each), 0) for each in untrained)]
+        return Rendered(ids, images), [mark for mark, piece in zip(marks, pieces, strict=True) for _ in piece]
 
     @property
     def marks_responses(self) -> bool:

@@ -17,11 +17,12 @@ from vlmrl.engine.chat_engine import ApiResponse, ChatEngine
 from vlmrl.env.base import EnvSpec
 from vlmrl.env.session import EnvContractError, EnvSession, TaskError
 from vlmrl.multimodal.images import data_uri
-from vlmrl.multimodal.messages import copied, images_of
+from vlmrl.multimodal.messages import images_of
 from vlmrl.multimodal.openai_messages import answer_calls, request_messages, response_text
 from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.history import Append, Continuation, HistoryPolicy, asks, response_message
+from vlmrl.rollout.history_policies import Conversation
 from vlmrl.rollout.record import Prompt, TurnRecorder
 from vlmrl.rollout.sampler import Sampled, Sampler
 from vlmrl.rollout.turn_loop import Episode, TurnLoop
@@ -36,7 +37,7 @@ class ChatHistory(Append):
         super().__init__(renderer, tools)
         self.request: list[Message] = []
         """What the next response is sampled from."""
-        self._messages: list[Message] = []
+        self._messages = Conversation()
         self._policy = policy
         self._addresses: dict[str, str] = {}
 
@@ -45,8 +46,10 @@ class ChatHistory(Append):
             raise ValueError(
                 "messages hold images, but the recipe's model, whose image sizes the API gets, reads text only."
             )
+        if not self._messages:
+            self._messages.task = len(messages)
         self._messages += messages
-        self.request = request_messages(self._policy(copied(self._messages)), self._address)
+        self.request = request_messages(self._policy(self._messages.copied()), self._address)
         return Rendered([], images_of(messages))
 
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:

@@ -18,7 +18,7 @@ from vlmrl.config import Rollout
 from vlmrl.config.code import find_function, resolve_function
 from vlmrl.multimodal.messages import copied, is_long, same_messages, tools_as_user
 from vlmrl.multimodal.renderer import Rendered, Renderer
-from vlmrl.rollout.history_policies import HISTORY_POLICIES, Messages
+from vlmrl.rollout.history_policies import HISTORY_POLICIES, Conversation, Messages
 from vlmrl.types import Message, Turn
 from vlmrl.utils.require import require
 
@@ -87,18 +87,21 @@ class Rerender(Append):
         limit: int | None = None,
     ) -> None:
         super().__init__(renderer, tools, limit)
-        self.messages: Messages = []
+        self.messages = Conversation()
         if asks(policy):
             raise ValueError("a history policy that asks the model is played by AskingLoop, not by TurnLoop.")
         self._policy = policy
 
     def prompt(self, messages: Sequence[Message]) -> Rendered:
-        self.messages = list(messages)
+        self.messages = Conversation(messages)
+        self.messages.task = len(messages)
         self.shown = self.rewritten()
+        self.examples = _assistants(self.shown)  # which nobody sampled
         return super().prompt(self.shown)
 
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
         self.messages += [response_message(turn), *messages]
+        self.examples += _assistants(messages)
         self.shown = self.rewritten()
         return Continuation(super().prompt(self.shown), is_whole_prompt=True)
 
@@ -107,11 +110,27 @@ class Rerender(Append):
 
     def rewritten(self) -> Messages:
         """The conversation as the policy rewrites it. All prompts share the messages that it leaves as they are."""
-        copies = copied(self.messages)  # which the policy may change
+        copies = self.messages.copied()  # which the policy may change
         own = {id(copy): message for copy, message in zip(copies, self.messages, strict=True)}
-        result = list(self._policy(list(copies)))
+        given = Conversation(copies)
+        given.task = copies.task
+        result = list(self._policy(given))
         pairs = [(own.get(id(each)), each) for each in result]  # a message of its own is copied: the policy may keep it
         return [old if old is not None and same_messages([old], [each]) else copied(each) for old, each in pairs]
+
+
+def are_examples(messages: Sequence[Message], examples: Sequence[Message]) -> list[bool]:
+    """For each message of the role ``assistant``, whether it is one of the ``examples`` of task and env, which are in this order."""
+    found, left = [], list(examples)
+    for message in _assistants(messages):
+        place = next((place for place, each in enumerate(left) if same_messages([each], [message])), None)
+        found.append(place is not None)
+        left = left if place is None else left[place + 1 :]
+    return found
+
+
+def _assistants(messages: Sequence[Message]) -> Messages:
+    return [each for each in messages if each.get("role") == "assistant"]
 
 
 def response_message(turn: Turn) -> Message:

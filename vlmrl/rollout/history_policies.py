@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vlmrl.multimodal.messages import images_of
+from vlmrl.multimodal.messages import copied, images_of
 from vlmrl.types import Message
 
 Messages = list[Message]
@@ -23,6 +23,18 @@ REQUEST = (
     "[image 1]."
 )
 SUMMARY = "What you wrote down before:\n"
+
+
+class Conversation(list[Message]):
+    """The messages that a plain history policy gets: ``task`` of them came before the first response, examples of responses too."""
+
+    task = 0
+
+    def copied(self) -> Conversation:
+        """The same messages in dicts of their own."""
+        copies = Conversation(copied(list(self)))
+        copies.task = self.task
+        return copies
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ async def compact(
 
     Sources: SUPO, arXiv 2510.06727, and CompactionRL, arXiv 2607.05378: summaries that the policy writes, trained with the episode.
     """
-    responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    responses = _responses(messages, len(asker.task))
     kept = 0 if responses[0] == len(asker.task) else keep  # else there is a summary
     is_due = asker.tokens >= at * asker.max_tokens or 0 < turns <= len(responses) - kept
     if not is_due and not asker.is_requested:
@@ -130,10 +142,15 @@ def _without_thinking(text: str) -> str:
 
 def last_turns(messages: Messages, k: int = 1) -> Messages:
     """Keep the messages before the first response, and only the last ``k`` responses with the observations after them."""
-    responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    responses = _responses(messages, messages.task if isinstance(messages, Conversation) else 0)
     if len(responses) <= k:
         return messages
     return messages[: responses[0]] + (messages[responses[-k] :] if k else messages[responses[-1] + 1 :])
+
+
+def _responses(messages: Messages, task: int) -> list[int]:
+    """The places of the responses: those of the role ``assistant`` in the first ``task`` messages are examples."""
+    return [place for place, message in enumerate(messages) if message["role"] == "assistant" and place >= task]
 
 
 def _is_plain_response(message: Message) -> bool:

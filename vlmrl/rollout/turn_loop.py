@@ -23,7 +23,7 @@ from vlmrl.multimodal.messages import copied
 from vlmrl.multimodal.placeholders import expand
 from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, response_message
+from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, are_examples, new_history, response_message
 from vlmrl.rollout.message_images import load_answer_images, load_images
 from vlmrl.rollout.record import Prompt, TurnRecorder
 from vlmrl.rollout.sampler import AbortedError, EpisodeLimitError, Sampled, Sampler
@@ -292,13 +292,15 @@ class TurnLoop:
     async def _rendered_row(self, episode: Episode) -> Sample:
         """The re-rendered conversation as one row. Its responses are encoded again, so it has no rollout logprobs.
 
-        The row lacks what the history policy or the template removed from earlier responses; the last response is complete.
+        The row lacks what the history policy or the template removed from earlier responses; the last response is complete. Examples
+        of responses in the task's messages are not trained.
         """
         trajectory, history = episode.trajectory, episode.history
         assert isinstance(history, Rerender)
         messages = [*history.rewritten(), response_message(trajectory.turns[-1])]
         shown = self.renderer.adapt_tool_messages(messages)
-        rendered, marks = await self._render(episode, [], self.renderer.conversation, shown, history.tools)
+        examples = are_examples(shown, history.examples)
+        rendered, marks = await self._render(episode, [], self.renderer.conversation, shown, history.tools, examples)
         whole = await self._prompt(rendered, messages, trajectory)
         sizes = iter(whole.media)
         is_image = [token == self.renderer.image_token_id for token in rendered.token_ids]

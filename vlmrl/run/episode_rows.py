@@ -80,7 +80,8 @@ def episode_row(trajectory: Trajectory, model: str) -> dict[str, Any]:
     responses: list[dict[str, Any]] = []
     metrics = Counter[str]()
     for turn in trajectory.turns:
-        messages += map_images(turn.messages, lambda item: f"images/{item.id}.png")
+        shown = map_images(turn.messages, lambda item: f"images/{item.id}.png")
+        messages += [each | {"weight": 0} if each.get("role") == "assistant" else each for each in shown]  # an example
         if turn.response_ids:
             sampled = {"token_ids": turn.response_ids, "logprobs": [float(each) for each in turn.logprobs]}
             responses.append({"message": len(messages), **sampled})

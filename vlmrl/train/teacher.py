@@ -162,7 +162,7 @@ class TeacherModel(TeacherTerms):
             if most and not jobs:
                 rows.append(Placed(0, 0, samples[plans[number].rows[0]]))
                 jobs.append((MicroBatchPlan([0], "padded"), False))
-            jobs += [(jobs[-1][0], False)] * (most - len(jobs))
+            jobs += [(plan, False) for plan, _ in jobs[-1:]] * (most - len(jobs))
         self._shows_images = any(each.sample.media for each in chain.from_iterable(self._placed))
         self._done = 0
 
