@@ -85,7 +85,7 @@ def truncated(seen: Observed) -> tuple[str, str] | None:
     all_cut, has_agent = len(cut) == len(played), seen.config.has_agent  # an agent may go on after a limit
     episodes = "every episode" if all_cut else f"{len(cut)} of {len(played)} episodes"
     shares, rewards = seen.values("truncated"), seen.values("reward/mean")
-    if shares and shares[0] < 0.5 and rewards[-1] < rewards[0]:
+    if shares and rewards and shares[0] < 0.5 and rewards[-1] < rewards[0]:
         return (
             f"{episodes} reached a limit, and {shares[0]:.0%} in the first step, at a higher reward: the policy no longer ends its "
             "responses. Lower optim.lr, or set algo.kl_coef.",
