@@ -31,7 +31,8 @@ async def open_stdio(
 
     The session's connection ends with the command, and with a message whose size ``refuses`` is true for.
     """
-    anyio, stdio = import_extra("anyio", "mcp"), import_extra("mcp.client.stdio", "mcp")
+    stdio = import_extra("mcp.client.stdio", "mcp")
+    anyio = stdio.anyio
     process = await asyncio.create_subprocess_exec(
         parameters.command,
         *parameters.args,
@@ -64,9 +65,8 @@ async def open_stdio(
 
 
 async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool]) -> None:
-    """Pass on the messages. An error of one that cannot be read is passed on in its place."""
-    adapter = import_extra("mcp_types", "mcp").jsonrpc_message_adapter
-    session_message = import_extra("mcp.shared.message", "mcp").SessionMessage
+    """Pass on the messages, up to the end of the command or to one that is refused."""
+    stdio = import_extra("mcp.client.stdio", "mcp")
     parts: list[bytes] = []
     size = JsonSize()
     async with received:
@@ -76,16 +76,21 @@ async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool])
                 size.add(end)
                 if refuses(size):
                     return
-                try:
-                    message = session_message(adapter.validate_json(b"".join([*parts, end]), by_name=False))
-                except ValueError as error:
-                    message = error
+                message = _message(stdio, b"".join([*parts, end]))
                 parts, size = [], JsonSize()
                 await received.send(message)
             parts.append(rest)
             size.add(rest)
             if refuses(size):
                 return
+
+
+def _message(stdio: Any, line: bytes) -> Any:
+    """The message of a line, or the error of one that cannot be read."""
+    try:
+        return stdio.SessionMessage(stdio.types.jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValueError as error:
+        return error
 
 
 async def _write(stdin: Any, sent: Any, received: Any) -> None:
