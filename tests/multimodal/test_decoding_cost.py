@@ -119,3 +119,16 @@ def test_a_ppm_of_text_is_refused():
     with pytest.raises(ImageError, match="it is a PPM of text, which takes minutes to read: convert it first"):
         load_image(b"P3 1 1 255\n" + b"#\n" * 1000 + b"1 2 3 ")
     assert load_image(b"P6 1 1 255\n\1\2\3").getpixel((0, 0)) == (1, 2, 3)
+
+
+def test_a_large_bmp_with_run_lengths_is_refused():
+    """The end of a line fills the row pixel by pixel: 32 KB of them, for 8192x8192 pixels, took 22 s."""
+
+    def bmp(side: int) -> bytes:
+        header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 0, 1, 1, 256, 0)
+        place = struct.pack("<IHHI", 0, 0, 0, 14 + 40 + 1024)
+        return b"BM" + place + header + bytes(1024) + b"\1\1\0\0" * side + b"\0\1"
+
+    assert load_image(bmp(64)).size == (64, 64)
+    with pytest.raises(ImageError, match="it is a BMP with run lengths and more than 4194304 pixels: convert it first"):
+        load_image(bmp(2049))

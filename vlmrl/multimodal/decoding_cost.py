@@ -15,6 +15,8 @@ MAX_SCANS = 100
 SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
 """The beginning of a scan of one to four components."""
 READ_BYTES = 2**20
+MAX_RUN_PIXELS = 2**22
+"""Of a BMP with run lengths, which Python decodes pixel by pixel."""
 TILE_TAGS = (Base.ImageWidth, Base.TileWidth, Base.ImageLength, Base.TileLength)
 
 TiffImagePlugin.READ_LIBTIFF = True  # Python's own reader takes hours where the strips of a small file overlap
@@ -24,6 +26,8 @@ def check_header(image: Image.Image, most_pixels: int) -> None:
     """Raises ValueError for what the header of an image says. Reads nothing of its file."""
     if any(tile[0] == "ppm_plain" for tile in getattr(image, "tile", ())):
         raise ValueError("it is a PPM of text, which takes minutes to read: convert it first.")
+    if any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ())) and image.width * image.height > MAX_RUN_PIXELS:
+        raise ValueError(f"it is a BMP with run lengths and more than {MAX_RUN_PIXELS} pixels: convert it first.")
     if _tiled_pixels(getattr(image, "tag_v2", {})) > most_pixels:
         raise ValueError(f"its tiles have more than {most_pixels} pixels in all.")
 
