@@ -1,15 +1,18 @@
-"""What an MCP server over HTTP may answer: too much, compressed, without an end. One trajectory fails, with its reason."""
+"""What an MCP server may answer: too much, compressed, without an end. One trajectory fails, with its reason."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import shlex
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
-from testing.episodes import play
+from testing.episodes import decoded, play
 from testing.servers import served
 
 pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
@@ -209,3 +212,51 @@ def test_a_result_is_not_compared_with_the_patterns_of_its_server():
 
     trajectory = played(unfit, tools=[{**TOOL, "outputSchema": schema}])
     assert trajectory.reward == 1.0, trajectory.error
+
+
+COMMAND_SERVER = """
+import json, sys
+
+for line in sys.stdin:
+    message = json.loads(line)
+    method, result = message["method"], None
+    if method == "initialize":
+        version = message["params"]["protocolVersion"]
+        about = {"name": "a", "version": "1"}
+        result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}
+    elif method == "tools/list":
+        result = {"tools": [{"name": "add", "description": "Adds.", "inputSchema": {"type": "object"}}]}
+    elif method == "tools/call":
+        result = {"content": [{"type": "text", "text": TEXT}], "structuredContent": {"a": VALUES}}
+    if "id" in message and result is not None:
+        answer = json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}, ensure_ascii=False)
+        sys.stdout.buffer.write(answer.encode() + b"\\n")
+        sys.stdout.flush()
+"""
+
+
+def played_with_command(folder: Path, text: str, values: str = "[]") -> Any:
+    """An episode with a server that is a command, and answers a call with the values of two Python expressions."""
+    (program := folder / "server.py").write_text(COMMAND_SERVER.replace("TEXT", text).replace("VALUES", values))
+    options = {"server": shlex.join([sys.executable, str(program)])}
+    return play(Adder, [CALL, "done"], options=options, max_turns=2, max_tokens=300_000, max_env_retries_per_turn=0)
+
+
+def test_an_answer_of_a_command_comes_in_many_parts(tmp_path: Path):
+    trajectory = played_with_command(tmp_path, "'\u20ac' * 70_000 + 'end'")
+    assert trajectory.ending == "env_done", trajectory.error
+    assert "\u20ac" * 1000 + "end" in decoded(trajectory.turns[1].prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "reason"),
+    [
+        ("'x' * 70 * 2**20", "[]", "tool add: its answer has more than 67108864 bytes"),
+        ("'x'", "[{}] * 10_000", "tool add: its answer has more than 10000 objects"),
+        ("'x'", "[1] * 100_000", "tool add: its answer has more than 100000 values"),
+    ],
+)
+def test_an_answer_of_a_command_over_a_limit_fails_its_trajectory(tmp_path: Path, text: str, values: str, reason: str):
+    """A tool that reads a file reads one of any size: 50 MB kept the event loop of all episodes busy for a minute."""
+    trajectory = played_with_command(tmp_path, text, values)
+    assert trajectory.ending == "error" and reason in trajectory.error

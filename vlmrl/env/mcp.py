@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from vlmrl.env.json_size import JsonSize
+from vlmrl.env.mcp_stdio import open_stdio
 from vlmrl.env.tool_calls import Schema, tool_name
 from vlmrl.env.tools import ToolEnv
 from vlmrl.multimodal.images import MOST_PIXELS, DecodedImage, frozen_image
@@ -35,7 +36,7 @@ from vlmrl.utils.require import import_extra
 from vlmrl.utils.work_pool import cpu_pool
 
 DECODING_SECONDS = 60.0  # for the images of one result, without the time in the queue
-MAX_ANSWER = 64 * 2**20  # bytes of one response over HTTP; the client itself limits an event of a stream to 1 MiB
+MAX_ANSWER = 64 * 2**20  # bytes of one response; over HTTP, the client itself limits an event of a stream to 1 MiB
 MAX_TEXT = 2**22  # characters of the texts of one result, about a million tokens
 MAX_OBJECTS = 10_000  # in a response: the client checks each in the event loop, and takes 50 us for one that is wrong
 MAX_VALUES = 100_000  # in a response, which holds the interpreter while it is parsed
@@ -141,7 +142,7 @@ class McpEnv(ToolEnv):
         connection = _guarded(connection, self._mark)
         with self.server_log.open("a") as log:
             try:
-                async with mcp.Client(mcp.stdio_client(connection, errlog=log)) as client:
+                async with mcp.Client(open_stdio(connection, log, self._refuses)) as client:
                     yield client
             finally:
                 await asyncio.to_thread(kill_marked, self._mark)  # what a tool, such as a shell, left running
@@ -175,6 +176,12 @@ class McpEnv(ToolEnv):
             texts = [content] if isinstance(content, str) else [item for item in content if isinstance(item, str)]
             raise ValueError("\n".join(texts) or "the tool failed.")
         return content
+
+    def _refuses(self, size: JsonSize) -> bool:
+        """Whether a message of a command is over a limit; the session ends with it."""
+        if excess := _excess(size):
+            self._refused = f"its answer has more than {excess}"
+        return bool(excess)
 
     async def _limit(self, response: Any) -> None:
         """Make a response fail, when it is read, if it is compressed or over a limit; of a stream, all events together.

@@ -7,14 +7,16 @@ import errno
 import hashlib
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
+from vlmrl.multimodal.decoding_cost import check_file, check_header
 from vlmrl.multimodal.fetch import fetch, is_url
 from vlmrl.types import ImageSource, MediaItem
 from vlmrl.utils.http import RefusedError, RetryableError, http_loop
@@ -307,16 +309,23 @@ def _allowed(image: Image.Image) -> Image.Image:
         raise _UnfitError(f"it is {width}x{height} pixels, but it must have at least one.")
     if width * height > MAX_PIXELS:
         raise _UnfitError(f"it is {width}x{height} pixels, more than {MAX_PIXELS} in all: scale it down first.")
-    tags = getattr(image, "tag_v2", {})  # of a TIFF, whose tiles may be larger than it is: each is decoded whole
-    if tags.get(ExifTags.Base.TileWidth, 0) * tags.get(ExifTags.Base.TileLength, 0) > MAX_PIXELS:
-        raise _UnfitError(f"its tiles have more than {MAX_PIXELS} pixels.")
+    _unfit(check_header, image, MAX_PIXELS)
     return image
+
+
+def _unfit(check: Callable[..., None], *args: Any) -> None:
+    """Call ``check``, and raise its ValueError as one whose words a model may read."""
+    try:
+        check(*args)
+    except ValueError as error:
+        raise _UnfitError(str(error)) from error
 
 
 def _loaded(image: Image.Image) -> Image.Image:
     """The image with its pixels decoded, in one thread at a time."""
     _allowed(image)
     with _DECODING[id(image) // 16 % len(_DECODING)]:
+        _unfit(check_file, image)
         image.load()
     return image
 

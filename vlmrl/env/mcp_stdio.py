@@ -1,0 +1,123 @@
+"""Connects to an MCP server that is a command: one message a line on its standard input and output, read within limits.
+
+The package's own client copies all of a message again for each 64 KiB of it: an answer of 50 MB, such as a log that a tool reads, kept
+the event loop of all episodes busy for a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from subprocess import PIPE
+from typing import Any, TextIO
+
+from vlmrl.env.json_size import JsonSize
+from vlmrl.utils.require import import_extra
+
+READ_BYTES = 65536
+STOP_SECONDS = 2.0  # for a command to end after its input has, and again after SIGTERM
+
+
+@asynccontextmanager
+async def open_stdio(
+    parameters: Any, log: TextIO, refuses: Callable[[JsonSize], bool]
+) -> AsyncIterator[tuple[Any, Any]]:
+    """The two streams of a session with the command of ``StdioServerParameters``, whose stderr goes to ``log``.
+
+    The session's connection ends with the command, and with a message whose size ``refuses`` is true for.
+    """
+    stdio = import_extra("mcp.client.stdio", "mcp")
+    anyio = stdio.anyio
+    process = await asyncio.create_subprocess_exec(
+        parameters.command,
+        *parameters.args,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=log,
+        cwd=parameters.cwd,
+        env=stdio.get_default_environment() | (parameters.env or {}),
+        start_new_session=True,
+    )
+    received, for_session = anyio.create_memory_object_stream(0)
+    from_session, sent = anyio.create_memory_object_stream(0)
+    tasks = [
+        asyncio.create_task(_read(process.stdout, received, refuses)),
+        asyncio.create_task(_write(process.stdin, sent, received)),
+    ]
+    try:
+        yield for_session, from_session
+    finally:
+        try:
+            with anyio.CancelScope(shield=True):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                for stream in (received, for_session, from_session, sent):
+                    stream.close()
+                await _stop(process)
+        finally:
+            process._transport.close()  # type: ignore[attr-defined]  # what has inherited the pipes may keep them open
+
+
+async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool]) -> None:
+    """Pass on the messages, up to the end of the command or to one that is refused."""
+    stdio = import_extra("mcp.client.stdio", "mcp")
+    parts: list[bytes] = []
+    size = JsonSize()
+    async with received:
+        while chunk := await stdout.read(READ_BYTES):
+            *ends, rest = chunk.split(b"\n")
+            for end in ends:
+                size.add(end)
+                if refuses(size):
+                    return
+                message = _message(stdio, b"".join([*parts, end]))
+                parts, size = [], JsonSize()
+                await received.send(message)
+            parts.append(rest)
+            size.add(rest)
+            if refuses(size):
+                return
+
+
+def _message(stdio: Any, line: bytes) -> Any:
+    """The message of a line, or the error of one that cannot be read."""
+    try:
+        return stdio.SessionMessage(stdio.types.jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValueError as error:
+        return error
+
+
+async def _write(stdin: Any, sent: Any, received: Any) -> None:
+    try:
+        async for message in sent:
+            text: str = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+            stdin.write(f"{text}\n".encode())
+            await stdin.drain()
+    finally:
+        received.close()  # a session whose server reads nothing any more has ended
+
+
+async def _stop(process: Any) -> None:
+    """End the command: its input ends, then it gets SIGTERM, then SIGKILL."""
+    process.stdin.close()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if await _has_ended(process):
+            break
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+    else:
+        await _has_ended(process)
+
+
+async def _has_ended(process: Any) -> bool:
+    """Whether it ends in time. Not by ``wait``, which also waits for all that have inherited its pipes."""
+    until = time.monotonic() + STOP_SECONDS
+    while process.returncode is None and time.monotonic() < until:
+        await asyncio.sleep(0.01)
+    return process.returncode is not None
