@@ -23,7 +23,7 @@ from vlmrl.utils.json_files import read_object, strict_json
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""]}}
 """For the readers of ``datasets``. Texts such as NA, None and null of CSV would be empty cells."""
-IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"}
+IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
 _TYPES = {str: "string", int: "int64", bool: "bool"}
 """Of columns of JSON files whose values are all of one of these types. Other columns are kept as JSON."""

@@ -6,23 +6,22 @@ import base64
 import errno
 import hashlib
 import io
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from vlmrl.multimodal.decoding_cost import check_file, check_header
 from vlmrl.multimodal.fetch import fetch, is_url
 from vlmrl.types import ImageSource, MediaItem
 from vlmrl.utils.http import RefusedError, RetryableError, http_loop
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""The formats that are decoded. PIL knows more, and runs Ghostscript for one of them."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""The formats that are decoded. PIL knows more: for some, a few KB take minutes or gigabytes, and for one it runs Ghostscript."""
 MAX_PIXELS = 2**26
 """The largest width * height that is decoded: 67 million, about 0.7 GiB of memory while it is."""
 MOST_PIXELS = 4 * MAX_PIXELS
@@ -32,6 +31,11 @@ MAX_FILE_BYTES = 2**29
 ORIENTED = {"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"}
 """Of a PIL image's ``info``: where a file may say how its image is rotated."""
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+MAX_SCANS = 100
+"""Of a JPEG. Each is a pass over all its pixels and takes ten bytes; progressive ones have about ten."""
+SCAN = re.compile(
+    rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)"
+)  # the beginning of one, of one to four components
 # PIL decodes an opened image at its first use, which is not thread-safe.
 _DECODING = [threading.Lock() for _ in range(64)]
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
@@ -309,23 +313,27 @@ def _allowed(image: Image.Image) -> Image.Image:
         raise _UnfitError(f"it is {width}x{height} pixels, but it must have at least one.")
     if width * height > MAX_PIXELS:
         raise _UnfitError(f"it is {width}x{height} pixels, more than {MAX_PIXELS} in all: scale it down first.")
-    _unfit(check_header, image, MAX_PIXELS)
+    if any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ())):
+        raise _UnfitError("it is a BMP with run lengths, which take Python minutes to read: convert it first.")
     return image
 
 
-def _unfit(check: Callable[..., None], *args: Any) -> None:
-    """Call ``check``, and raise its ValueError as one whose words a model may read."""
-    try:
-        check(*args)
-    except ValueError as error:
-        raise _UnfitError(str(error)) from error
+def _check_scans(image: Image.Image) -> None:
+    """Refuse an image that is a JPEG of many scans and is not decoded yet."""
+    file = getattr(image, "fp", None)
+    if image.format not in ("JPEG", "MPO") or file is None or not getattr(image, "tile", ()):
+        return
+    file.seek(0)
+    scans = sum(len(SCAN.findall(part)) for part in iter(lambda: file.read(2**20), b""))
+    if scans > MAX_SCANS:
+        raise _UnfitError(f"it is a JPEG of {scans} scans, more than {MAX_SCANS}: save it again first.")
 
 
 def _loaded(image: Image.Image) -> Image.Image:
     """The image with its pixels decoded, in one thread at a time."""
     _allowed(image)
     with _DECODING[id(image) // 16 % len(_DECODING)]:
-        _unfit(check_file, image)
+        _check_scans(image)
         image.load()
     return image
 
