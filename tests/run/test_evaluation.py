@@ -117,9 +117,7 @@ async def no_images(urls: list[Any]) -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize(
-    ("first", "names"), [("0", ["same", "same#2"]), (None, ["same#2"]), ("too long", ["same#2"])]
-)
+@pytest.mark.parametrize(("first", "names"), [("0", ["same", "same#2"]), (None, ["same#2"]), ("too long", ["same#2"])])
 def test_tasks_of_one_id_keep_their_names_where_one_of_them_is_left_out(first, names):
     """By these names the rewards of two models are compared, task by task."""
     tasks = HeldOut(a_task(id="same", answer=answer) for answer in (first, "1"))

@@ -22,7 +22,7 @@ from vlmrl.rollout.runner import Group, RolloutError, Rollouts
 from vlmrl.run.build import Run
 from vlmrl.run.playing import Playing
 from vlmrl.run.recorder import trajectory_log
-from vlmrl.types import Task, Trajectory
+from vlmrl.types import Trajectory
 
 
 @dataclass(frozen=True)
