@@ -247,7 +247,7 @@ def _task_rewards(group: Group, names: Mapping[int, str]) -> TaskRewards:
 def _distinct_names(draws: Sequence[Draw], skipped: Mapping[int, str]) -> dict[int, str]:
     """The names of tasks by :func:`id`. They are counted over all tasks, those with a too long prompt (``skipped``: their ids by draw)
     included, since models are compared by task, and leave out others."""
-    ids = {draw.number: draw.task.id for draw in draws} | skipped
+    ids = {draw.number: draw.task.id for draw in draws} | dict(skipped)
     seen: Counter[str] = Counter()
     names = {}
     for number in sorted(ids):
