@@ -106,6 +106,19 @@ def test_an_apis_model_is_the_baseline_of_the_policy(folder, tmp_path, capsys):
     assert len(api.requests) == 8 and "gpt: 96 tokens spent" in capsys.readouterr().out
 
 
+def test_an_apis_model_and_a_model_of_the_same_name_are_two_rows(folder, tmp_path, capsys):
+    """As with a model that a server serves, compared with the same model here: the table had the second row alone."""
+    options = ["--out", tmp_path / "out.json", "--models", "tiny:qwen3_vl"]
+    with fake_api(lambda body: {"content": "a"}) as (_, url):
+        vlmrl(
+            "eval", folder / "recipe.py", "--output-dir", tmp_path, "--api", url, "--model", "tiny:qwen3_vl", *options
+        )
+    document, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    table = printed.partition("held-out tasks:")[2].partition("trajectories")[0]  # the rewards
+    assert [row["model"] for row in document["results"]] == ["tiny:qwen3_vl (API)", "tiny:qwen3_vl"]
+    assert (table.count("tiny:qwen3_vl (API)"), table.count("tiny:qwen3_vl")) == (1, 2)
+
+
 def test_the_api_alone_loads_no_weights(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("vlmrl.run.eval_program.build_run", None)
     with fake_api(lambda body: {"content": "a"}) as (_, url):

@@ -10,6 +10,7 @@ import torch
 from vlmrl.algos import LossInputs, choose, choose_all
 from vlmrl.families import FAMILIES
 from vlmrl.weight_sync import SENDERS
+from vlmrl.weight_sync.base import SenderState, WeightUpdate
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 
@@ -53,8 +54,11 @@ def test_the_sender_is_registered_and_iterates_over_all_weights(monkeypatch):
     page = section("A way to send weights")
     assert page["SENDERS"]["mine"] is page["MySender"] and "mine" not in SENDERS
     weights = iter([("a", torch.zeros(2)), ("b", torch.zeros(1))])
-    assert page["MySender"](SimpleNamespace(receivers=())).send(weights).bytes == 12
+    state = SenderState()
+    assert WeightUpdate((), page["MySender"], "v1", bucket_bytes=8).send(weights, state).bytes == 12
     assert next(weights, None) is None
+    again = WeightUpdate((), page["MySender"], "v1", bucket_bytes=8, resend=True)
+    assert again.send((), state).bytes == 12  # for a server that restarted
 
 
 def test_the_tracker_prints_the_reward(capsys):

@@ -109,13 +109,19 @@ class Answered(Env):
 
 
 class HeldOut(list[Task]):
-    def limit_of(self, task: Task) -> None: ...
+    def limit_of(self, task: Task) -> int:
+        return 100
 
 
-@pytest.mark.parametrize(("first", "names"), [("0", ["same", "same#2"]), (None, ["same#2"])])
+async def no_images(urls: list[Any]) -> list[Any]:
+    return []
+
+
+@pytest.mark.parametrize(("first", "names"), [("0", ["same", "same#2"]), (None, ["same#2"]), ("too long", ["same#2"])])
 def test_tasks_of_one_id_keep_their_names_where_one_of_them_is_left_out(first, names):
     """By these names the rewards of two models are compared, task by task."""
     tasks = HeldOut(a_task(id="same", answer=answer) for answer in (first, "1"))
+    length: Any = SimpleNamespace(local=lambda task: (200 if task.answer == "too long" else 20, []), download=no_images)
     loop = turn_loop(Answered, lambda request, turn: "a", max_failed_fraction=1.0, max_refills=0)
     run: Any = SimpleNamespace(
         config=Config(data=Data("rows.jsonl", held_out=2)),
@@ -123,7 +129,7 @@ def test_tasks_of_one_id_keep_their_names_where_one_of_them_is_left_out(first, n
         store=None,
         model=SimpleNamespace(new_store=lambda *_: None),
         runner=lambda **_: Runner(loop, group_size=1),
-        stream=lambda tasks, **_: TaskStream(tasks, once=True),
+        stream=lambda tasks, **_: TaskStream(tasks, length, once=True),
     )
     result = asyncio.run(evaluate_run(run, RunProgress(Console(quiet=True)), label="eval"))
     assert [task.id for task in result.tasks] == names and result.tasks[-1].rewards == [1.0]

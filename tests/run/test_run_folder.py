@@ -316,3 +316,18 @@ def test_a_disk_that_becomes_full_leaves_no_half_file(file, tmp_path, monkeypatc
         run_training(config)
     left = [path for path in config.folder.rglob("*") if ".part" in path.name]
     assert not left and not list(config.folder.rglob(file))
+
+
+@pytest.mark.slow
+def test_adapters_are_not_resumed_with_another_scale(tmp_path):
+    """The policy would be another one than was trained, and so would an export of the earlier checkpoints."""
+    config = short_quickstart(tmp_path, checkpoint=Checkpoint(every=1), save_model=False)
+    model = replace(config.model, lora=Lora(rank=2))
+    steps = replace(config.train, steps=1, groups_per_batch=2)
+    config = replace(config, model=model, warm_start=WarmStart(), eval=Eval(), train=steps)
+    run_training(config)
+    before, more = files(config.folder), replace(steps, steps=2)
+    other = replace(config, model=replace(model, lora=Lora(rank=2, alpha=64)), train=more)
+    with pytest.raises(ValueError, match=r"model\.lora\.alpha must be 32, as until .*step000001, but it is 64"):
+        run_training(other, resume=True)
+    assert files(config.folder) == before

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch.distributed.tensor import DTensor
 
+from vlmrl.algos import LossInputs, LossOutputs
 from vlmrl.config import Algo, Config, Lora, Model, Optim, Teacher, Train
 from vlmrl.model.loading import load_model
 from vlmrl.train.controller import Commands, RunTrainer, join_process_group, run_commands
@@ -68,6 +69,13 @@ def teach(batches: list[list[Sample]], shown: Sample) -> None:
             row.teacher_rows = [None, None] if number == 2 else [*seen]
 
 
+def learn_from_good(inputs: LossInputs) -> LossOutputs:
+    """A loss without a gradient where no row has a positive advantage, as those on one rank here."""
+    if not bool((inputs.advantages > 0).any()):
+        return LossOutputs(torch.zeros_like(inputs.logprobs))
+    return LossOutputs(-inputs.advantages.clamp(min=0) * inputs.logprobs)
+
+
 @dataclass(frozen=True)
 class Case:
     """``steps``: the samples of each optimizer step, in turn; a letter is a sample, and p one that shows an image."""
@@ -79,6 +87,7 @@ class Case:
     weight_decay: float = 0.0
     compiled: bool = False
     """Two ranks compile the layers, and one process does not."""
+    loss: Any = "sft"
 
 
 LORA = Lora(rank=4)
@@ -94,6 +103,7 @@ CASES = {
     "a KL penalty towards a sharded copy": Case(("pttt",), kl=0.1),
     "compiled layers, an image on one rank only": Case(("pttt",), compiled=True),
     "three micro-batches on two ranks": Case(("ptt",)),
+    "a loss without a gradient on one rank": Case(("tttt",), loss=learn_from_good),
     "a teacher that is the average and sees images on one rank only": Case(("tptt", "tttt"), teacher=True),
 }
 
@@ -114,7 +124,7 @@ def train(folder: str, out: Path, ranks: Ranks, commands: Commands | None, name:
     if case.teacher:
         teach(batches, samples_of(loaded, [True])[0])
     batches = [batches[step % len(batches)] for step in range(6)]
-    algo = Algo(loss="ppo", kl_coef=case.kl, corrections=("token_truncation",)) if case.kl else Algo(loss="sft")
+    algo = Algo(loss="ppo", kl_coef=case.kl, corrections=("token_truncation",)) if case.kl else Algo(loss=case.loss)
     optim = Optim(lr=1e-3, weight_decay=case.weight_decay)
     spec = TrainerSpec(algo, optim, total_steps=20, tokens_per_micro_batch=40, groups_per_step=2)
     if case.teacher:

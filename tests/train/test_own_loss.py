@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 from testing.runs import short_quickstart, train
+from testing.trees import random_rows
 
 from vlmrl.algos import LossOutputs
-from vlmrl.config import Algo, Config, Eval, Optim, Rollout, Train, WarmStart
+from vlmrl.config import Algo, Config, Eval, Model, Optim, Rollout, Train, WarmStart
+from vlmrl.model.loading import load_model
 from vlmrl.run.build import build_run
 from vlmrl.run.program import summary_of
+from vlmrl.train.trainer import Trainer, TrainerSpec
 
 
 def plain(inputs):
@@ -43,3 +46,22 @@ def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(tmp_path):
 def test_a_loss_without_a_ratio_cannot_correct_groups_that_are_too_old(tmp_path):
     with pytest.raises(ValueError, match=r"algo\.loss 'plain' declared as"):
         build_run(config(tmp_path, plain, too_old="correct"))
+
+
+def of_each_row(inputs):
+    """A mean, as losses elsewhere return one. With as many rows as tokens each token would get the mean of another row."""
+    return LossOutputs((-inputs.advantages * inputs.logprobs).mean(1))
+
+
+def of_all(inputs):
+    return LossOutputs((-inputs.advantages * inputs.logprobs).mean())
+
+
+@pytest.mark.parametrize("function", [of_each_row, of_all])
+def test_a_loss_that_is_not_of_each_token_is_refused(tmp_path, function):
+    model = load_model(Model(path="tiny:qwen3_vl", device="cpu", dtype="float32"), tmp_path, seed=0)
+    rows = [replace(each, advantage=1.0) for each in random_rows(model, 0)]
+    spec = TrainerSpec(Algo(loss=function), Optim(), total_steps=1, tokens_per_micro_batch=60)
+    rule = rf"algo\.loss {function.__name__}: per_token must have the shape of logprobs, \[\d+, \d+\], but it is \["
+    with pytest.raises(ValueError, match=rule):
+        Trainer(model.policy, spec).step(rows)

@@ -22,7 +22,7 @@ from vlmrl.engine.server_sync import WeightSync
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.engine.sglang.receiver import SGLangReceiver
 from vlmrl.weight_sync import SENDERS
-from vlmrl.weight_sync.base import SenderState, WeightUpdate, buckets
+from vlmrl.weight_sync.base import SenderState, TransferResult, WeightUpdate, buckets
 
 pytestmark = pytest.mark.slow
 
@@ -422,6 +422,36 @@ def test_weights_that_no_server_could_take_wait_for_the_first_that_recovers(fake
     fakes[0].sick = False
     assert sampled(sync) == [1, 1, 1]
     assert fakes[0].weights["w"].tolist() == [3, 4]
+
+
+def test_a_server_that_recovers_does_not_serve_if_a_sender_of_ones_own_has_kept_no_weights_for_it(
+    fakes, sync_of, monkeypatch
+):
+    """It would sample from the weights it has, under the name of the last ones."""
+
+    class KeepsNone:
+        def __init__(self, update, state):
+            self.update = update
+
+        def send(self, weights):
+            named = dict(weights)
+            for fake in fakes:
+                if fake.url in [receiver.url for receiver in self.update.receivers]:
+                    fake.weights, fake.version = fake.weights | named, self.update.version
+            return TransferResult(sum(weight.nbytes for weight in named.values()), 0.0)
+
+        def abort(self):
+            pass
+
+    monkeypatch.setitem(SENDERS, "own", KeepsNone)
+    sync = sync_of(*fakes, sync="own")
+    asyncio.run(out_of_service(sync.engine, fakes[1]))
+    trainer = send([3.0, 4.0])
+    asyncio.run(sync.push(lambda update: update.send(()) if update.resend else trainer(update), policy_version=1))
+    fakes[1].sick, recovered = False, sync.engine.servers.all[1]
+    asyncio.run(until(lambda: recovered.ready or "sent no weights" in recovered.last_error))
+    assert not recovered.ready and fakes[1].weights["w"].tolist() == [1, 2]
+    assert sampled(sync) == [1, 1, 1]
 
 
 def test_a_server_that_was_restarted_behind_our_back_gives_no_stale_answer(fakes, sync_of):

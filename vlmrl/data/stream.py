@@ -81,6 +81,7 @@ class TaskStream:
         self.tasks = tasks
         self.drawn = 0  # the number of draws, which is the whole position
         self.too_long = 0  # draws that were skipped because the prompt exceeds data.max_prompt_tokens
+        self.skipped: dict[int, str] = {}  # with `once`, the ids of their tasks, by draw
         self._length = length
         self._timeout = timeout
         self._once = once
@@ -137,6 +138,8 @@ class TaskStream:
             self._loading.discard(number)
         if length is not None and limit is not None and length > limit:
             self.too_long += 1
+            if self._once:
+                self.skipped[number] = task.id
             self._check_progress(length, limit)
             return None
         self._last_fit = max(self._last_fit, number)

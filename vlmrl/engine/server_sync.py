@@ -114,6 +114,11 @@ class WeightSync:
         result = await self._transfer([server], resend=True)
         if result.failed:
             raise EngineError(result.failed[server.url])
+        if not result.bytes:
+            raise EngineError(
+                f"server.sync {self.method} sent no weights to a server that recovered: with `update.resend` a sender gets none, and "
+                "sends those of the last update, which it has kept."
+            )
         if self._adapter is not None:
             await self._load(server, self._adapter)
 

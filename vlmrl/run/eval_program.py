@@ -41,7 +41,7 @@ def run_evaluation(
     if out is not None:
         check_writable(out, "--out")
     progress, origin = RunProgress(), provenance()
-    rows = [] if api is None else evaluate_api(config, api, progress)
+    rows = [] if api is None else evaluate_api(config, api, progress, [model.name for model in models])
     for number, model in enumerate(models, start=1):
         if len(models) > 1:
             progress.say(f"model {number} of {len(models)}: {model.name}")
@@ -59,11 +59,15 @@ def run_evaluation(
         progress.say(f"results: {out}")
 
 
-def evaluate_api(config: Config, api: ApiModel, progress: RunProgress) -> list[EvalRow]:
-    """As :func:`evaluate_model`, of the model behind a chat API. Prints the tokens that it spent."""
+def evaluate_api(config: Config, api: ApiModel, progress: RunProgress, others: Sequence[str]) -> list[EvalRow]:
+    """As :func:`evaluate_model`, of the model behind a chat API. Prints the tokens that it spent.
+
+    ``others``: the names of the models that it is compared with. It is called ``NAME (API)`` if one of them has its name.
+    """
     run = build_api_run(config, api)
+    name = f"{api.name} (API)" if api.name in others else api.name
     try:
-        return run_awake(_rows(run, api.name, progress))
+        return run_awake(_rows(run, name, progress))
     finally:
         progress.say(run.engine.report())
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from vlmrl.config import Config
+from vlmrl.data import Draw
 from vlmrl.report.estimators import ks_up_to, pass_at_k
 from vlmrl.report.metrics import trajectory_metrics
 from vlmrl.report.progress import RunProgress
@@ -21,7 +22,7 @@ from vlmrl.rollout.runner import Group, RolloutError, Rollouts
 from vlmrl.run.build import Run
 from vlmrl.run.playing import Playing
 from vlmrl.run.recorder import trajectory_log
-from vlmrl.types import Task, Trajectory
+from vlmrl.types import Trajectory
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ async def evaluate_run(run: Playing, progress: RunProgress, *, label: str, blank
         stream.close()
     if rollouts.failed:
         progress.say(f"{label}: {len(rollouts.failed)} trajectories failed:\n{list_reasons(rollouts.failed)}")
-    names = _distinct_names([draw.task for draw in draws])
+    names = _distinct_names(draws, stream.skipped)
     result = summarize_rollouts(rollouts, label, stream.too_long, config.eval.solved, names)
     if result.left_out.total:
         progress.say(f"{label}: the mean reward is over {len(result.tasks)} tasks, {result.left_out}")
@@ -243,11 +244,13 @@ def _task_rewards(group: Group, names: Mapping[int, str]) -> TaskRewards:
     return TaskRewards(names.get(id(task), task.id), task.source, [member.reward or 0.0 for member in group])
 
 
-def _distinct_names(tasks: Sequence[Task]) -> dict[int, str]:
-    """The names of tasks by :func:`id`: counted over all of them, since models are compared by task, and leave out others."""
+def _distinct_names(draws: Sequence[Draw], skipped: Mapping[int, str]) -> dict[int, str]:
+    """The names of tasks by :func:`id`. They are counted over all tasks, those with a too long prompt (``skipped``: their ids by draw)
+    included, since models are compared by task, and leave out others."""
+    ids = {draw.number: draw.task.id for draw in draws} | dict(skipped)
     seen: Counter[str] = Counter()
     names = {}
-    for task in tasks:
-        seen[task.id] += 1
-        names[id(task)] = task.id if seen[task.id] == 1 else f"{task.id}#{seen[task.id]}"
-    return names
+    for number in sorted(ids):
+        seen[name := ids[number]] += 1
+        names[number] = name if seen[name] == 1 else f"{name}#{seen[name]}"
+    return {id(draw.task): names[draw.number] for draw in draws}

@@ -43,7 +43,14 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
     require(is_on[stage], stage, f"set to resume from {checkpoint}, which is in that stage", None)
     past = stage == "train" and not config.train.steps and bool(config.sft.data)
     refuse_if(past, f"{checkpoint} is of training, after the fine-tuning: continue with `vlmrl train RECIPE --resume`.")
-    before, now = _changed(config.folder, config).get("sft.rows_per_step", (None, None))
+    changed = _changed(config.folder, config)
+    before, now = changed.get("model.lora.alpha", (None, None))
+    if config.model.lora.rank and before is not None:
+        raise ValueError(
+            f"model.lora.alpha must be {before}, as until {checkpoint}, but it is {now}: its adapters were trained with it, and would "
+            "be another change of the weights. To learn faster, raise optim.lr."
+        )
+    before, now = changed.get("sft.rows_per_step", (None, None))
     if stage == "sft" and before is not None:
         raise ValueError(
             f"sft.rows_per_step must be {before}, as until {checkpoint}, but it is {now}: the position in the data is counted in "

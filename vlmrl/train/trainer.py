@@ -230,6 +230,10 @@ class Trainer:
             per_token_loss, metrics = self._per_token_loss(inputs, scores, old)
             loss = ((per_token_loss + penalty) * weights[rows, :length] * counts).sum()
             total += loss.detach()
+            if (
+                ranks.size > 1 and not loss.requires_grad
+            ):  # as an own loss of constants; in backward, ranks wait for each other
+                loss = 0.0 * scores.logprobs.sum()
             if loss.requires_grad:  # not of text alone where only the vision tower is trained
                 (loss * ranks.size).backward()  # ranks average gradients, so this makes their sum
             for name, value in (metrics | of_teacher).items():
@@ -260,6 +264,11 @@ class Trainer:
         """
         algo = self._algo
         outputs = self._loss(inputs)
+        if (
+            outputs.per_token.shape != inputs.logprobs.shape
+        ):  # it would be broadcast: added to other tokens than its own
+            shapes = f"{list(inputs.logprobs.shape)}, but it is {list(outputs.per_token.shape)}"
+            raise ValueError(f"algo.loss {short_name(algo.loss)}: per_token must have the shape of logprobs, {shapes}.")
         per_token_loss, metrics = outputs.per_token, {**outputs.metrics, "entropy": scores.entropy}
         probabilities = (before, inputs.rollout_logprobs, inputs.loss_mask)
         if algo.corrections or algo.old_policy == "rollout":
