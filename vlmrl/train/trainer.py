@@ -232,7 +232,7 @@ class Trainer:
             total += loss.detach()
             if (
                 ranks.size > 1 and not loss.requires_grad
-            ):  # as an own loss of constants; in backward, ranks wait for each other
+            ):  # such as one's own of constants: ranks wait for each other in backward
                 loss = 0.0 * scores.logprobs.sum()
             if loss.requires_grad:  # not of text alone where only the vision tower is trained
                 (loss * ranks.size).backward()  # ranks average gradients, so this makes their sum
@@ -264,9 +264,7 @@ class Trainer:
         """
         algo = self._algo
         outputs = self._loss(inputs)
-        if (
-            outputs.per_token.shape != inputs.logprobs.shape
-        ):  # it would be broadcast: added to other tokens than its own
+        if outputs.per_token.shape != inputs.logprobs.shape:  # it would be broadcast to tokens that it is not of
             shapes = f"{list(inputs.logprobs.shape)}, but it is {list(outputs.per_token.shape)}"
             raise ValueError(f"algo.loss {short_name(algo.loss)}: per_token must have the shape of logprobs, {shapes}.")
         per_token_loss, metrics = outputs.per_token, {**outputs.metrics, "entropy": scores.entropy}
