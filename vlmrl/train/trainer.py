@@ -230,9 +230,8 @@ class Trainer:
             per_token_loss, metrics = self._per_token_loss(inputs, scores, old)
             loss = ((per_token_loss + penalty) * weights[rows, :length] * counts).sum()
             total += loss.detach()
-            if (
-                ranks.size > 1 and not loss.requires_grad
-            ):  # such as one's own of constants: ranks wait for each other in backward
+            # A loss of one's own may be of constants here, but ranks wait for each other in backward.
+            if ranks.size > 1 and not loss.requires_grad:
                 loss = 0.0 * scores.logprobs.sum()
             if loss.requires_grad:  # not of text alone where only the vision tower is trained
                 (loss * ranks.size).backward()  # ranks average gradients, so this makes their sum
