@@ -50,9 +50,8 @@ def play(model: LoadedModel, keep_kv: bool, turns: int, groups: int, repeat: int
 def main(turns: int = 8, groups: int = 4, repeats: int = 5) -> None:
     """Alternate both ways, ``repeats`` times each, and compare the medians."""
     model = load_model(Model(device="cpu"), Path("runs/.models"), seed=0)
-    model.renderer.stop_ids = (
-        frozenset()
-    )  # responses end by a stop string or at the limit, never by chance at an end of turn
+    # Responses end by a stop string or at the limit, never by chance at an end of turn.
+    model.renderer.stop_ids = frozenset()
     results: dict[bool, list[tuple[float, int, float]]] = {True: [], False: []}
     for repeat in range(repeats + 1):
         for keep in results:

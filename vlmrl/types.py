@@ -329,9 +329,8 @@ class Sample:
     expert_routing: list[ExpertRouting | None] = field(default_factory=list)  # of all tokens of the row; or empty
     rewards: dict[int, float] = field(default_factory=dict)  # by index into response_ids, where not 0
     responses: list[ResponseSpan] = field(default_factory=list)  # where its turns' responses are; empty: not known
-    teacher_rows: list[Sample | None] = field(
-        default_factory=list
-    )  # for each of them what a teacher sees; empty: this row
+    # For each of them what a teacher sees; empty: this row.
+    teacher_rows: list[Sample | None] = field(default_factory=list)
     teacher_scores: tuple[np.ndarray, ...] | None = None  # a teacher server's `TeacherScores` of this row
     teacher_weights: list[float] | None = None  # per response token, of the teacher's part; None: 1
 

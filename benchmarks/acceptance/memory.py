@@ -16,11 +16,12 @@ from vlmrl.multimodal.placeholders import image_ids
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
 
+# A group is a whole micro-batch of 16,384 tokens, which is what is planned for.
 PROMPT, RESPONSE, MEMBERS = (
     1024,
     1024,
     15,
-)  # a group is a whole micro-batch of 16,384 tokens, which is what is planned for
+)
 TINY = (96, 16, 3)
 APART = 0.15  # of the plan
 

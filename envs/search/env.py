@@ -13,9 +13,8 @@ from textwrap import shorten
 
 from vlmrl import Env, Task, obs, read_tool_calls, retrieval
 
-ACTION = re.compile(
-    r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL
-)  # from the last opening tag to the first closing one
+# From the last opening tag to the first closing one.
+ACTION = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 HOW_TO_SEARCH = {
     False: "write <search>query</search>; the best passages then come between <information> and </information>",
     True: "call the search tool; it gives the best passages",

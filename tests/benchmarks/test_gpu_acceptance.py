@@ -167,11 +167,12 @@ def test_all_checks_run_on_a_tiny_model(acceptance, tmp_path):
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert rows and all(row["numbers"] and row["result"] != "FAIL" for row in rows), rows
         found[name] = {row["result"] for row in rows}
+    # They need a GPU.
     assert {name for name, results in found.items() if "pass" not in results} <= {
         "memory",
         "sglang",
         "vllm",
-    }  # they need a GPU
+    }
 
 
 WITHOUT = """

@@ -99,9 +99,8 @@ def test_an_import_error_keeps_its_cause_and_leaves_no_module(tmp_path):
         load_object("bad.py:A", tmp_path)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert not {name for name in set(sys.modules) - before if name.startswith("vlmrl_file_")}
-    path.write_text(
-        "A = 123\n"
-    )  # mended: the next load runs it again; of another size, since Python may have kept the compiled file
+    # Mended: the next load runs it again; of another size, since Python may have kept the compiled file.
+    path.write_text("A = 123\n")
     assert load_object("bad.py:A", tmp_path) == 123
 
 

@@ -30,12 +30,13 @@ def names_a_setting(name: str) -> bool:
 def test_settings_and_links_are_there(page):
     text = page.read_text()
     named = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.(?!py\b)[a-z_]+(?:\.[a-z_]+)?)[ `]", text))
+    # The first column of the porting tables.
     theirs = {
         name
         for line in text.splitlines()
         if line.startswith("|") and page.stem == "porting"
         for name in re.findall(r"`([a-z_.]+)`", line.split("|")[1])
-    }  # the first column of the porting tables
+    }
     if page.stem != "CHANGELOG":  # it also has the names that settings had
         assert not {name for name in named - theirs if not names_a_setting(name)}
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)

@@ -19,8 +19,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert not any(cell.get("outputs") for cell in notebook.cells)  # it is kept without outputs
     nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert (
-        sum("image/png" in output.get("data", {}) for output in shown) >= 3
-    )  # by hand, of the trajectory, and the curve
+    # Images made by hand, of the trajectory, and the curve.
+    assert sum("image/png" in output.get("data", {}) for output in shown) >= 3
     assert any("background: rgba" in output.get("data", {}).get("text/html", "") for output in shown)
     assert {"notebook", "notebook_squeezed", "notebook_check"} <= {path.name for path in (tmp_path / "runs").iterdir()}

@@ -10,9 +10,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 FOLDERS = "vlmrl|envs|datasets|recipes|benchmarks|docs|tests|assets"
 ROOMS = sorted(folder.name for folder in (ROOT / "vlmrl").iterdir() if (folder / "__init__.py").exists())
 PATH = re.compile(rf"(?<![\w./-])(?:\.\./)?((?:{FOLDERS})/[\w./-]*\w)")
-IN_VLMRL = re.compile(
-    rf"`((?:{'|'.join(ROOMS)})/(?:[\w/]*(?:\.py|/))?)`"
-)  # `train/trainer.py` or `weight_sync/`; not metrics
+# `train/trainer.py` or `weight_sync/`; not metrics.
+IN_VLMRL = re.compile(rf"`((?:{'|'.join(ROOMS)})/(?:[\w/]*(?:\.py|/))?)`")
 EXAMPLES = {"vlmrl/families/my_vl.py", "datasets/__init__.py"}
 
 

@@ -178,9 +178,8 @@ def test_members_that_are_copied_one_by_one_share_their_prompt():
     grow(running, [[5], [6], [7], [8]], [[1], [1], [1], [1]])
     first = running.copied([0], [])
     second = running.copied([3], [first.prefixes] if first.prefixes is not None else [])
-    assert (
-        nbytes([first, second]) == (3 * 8 + 2 * 4) * 2 * 2
-    )  # the prompt is of 8-byte numbers here, the rest of 4-byte ones
+    # The prompt is of 8-byte numbers here, the rest of 4-byte ones.
+    assert nbytes([first, second]) == (3 * 8 + 2 * 4) * 2 * 2
     joined = BatchCache.join([first.taken([0]), second.taken([0])])
     assert whole_rows_of(joined) == [[1, 2, 3, 5], [1, 2, 3, 8]]
     assert whole_rows_of(running) == [[1, 2, 3, 5], [1, 2, 3, 6], [4, 7], [1, 2, 3, 8]]

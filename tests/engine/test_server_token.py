@@ -177,9 +177,8 @@ def test_a_started_server_wants_the_token_and_neither_its_log_nor_its_command_li
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(textwrap.dedent(PROGRAM))
     [port] = free_ports(1)
-    nothing = dict.fromkeys(
-        ("disable-cuda-graph", "disable-overlap-schedule", "sleep-on-idle")
-    )  # flags without a value
+    # Flags without a value.
+    nothing = dict.fromkeys(("disable-cuda-graph", "disable-overlap-schedule", "sleep-on-idle"))
     settings = ServerSettings(args=nothing, env={"PYTHONPATH": str(tmp_path / "code")}, python=sys.executable)
     backend = SGLangBackend(settings)
     launch = backend.with_token(backend.launch(MODEL, tmp_path / "log", "127.0.0.1", port, gpu=None), TOKEN)

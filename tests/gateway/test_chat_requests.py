@@ -276,10 +276,11 @@ def test_texts_that_follow_each_other_are_one_also_beside_an_image():
 
 
 def test_a_body_of_json_is_read():
+    # As everywhere: the last.
     assert read_json(b'{"a": "\\ud83d\\ude00", "b": 1, "b": 2}') == {
         "a": "\U0001f600",
         "b": 2,
-    }  # as everywhere: the last
+    }
 
 
 @pytest.mark.parametrize("piece", [b"[],", b"[[[[]]]],", b"{},", b"1,"])

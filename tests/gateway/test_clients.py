@@ -292,10 +292,11 @@ def anthropic_tool_runner(client) -> str:
 
 ARGUMENTS = [{"quarter": "top left"}, NOTE, {"quarter": "bottom right"}, {}]
 IMAGES = {"sampled": [1, 1, 1, 0], "odd": [1, 0, 1]}
+# The SDK leaves out images of tool results, so only the question has one.
 LOST = {
     "sampled": [1, 0, 0, 0],
     "odd": [1, 0, 0],
-}  # the SDK leaves out images of tool results, so only the question has one
+}
 
 
 @pytest.mark.parametrize("calls", ["sampled", "odd"])

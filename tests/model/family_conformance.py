@@ -161,9 +161,8 @@ def check_sizes(model: LoadedModel, tmp_path: Path) -> None:
         resized = family.resized(processor, size, None)
         made = family.image_inputs(processor, [torch.zeros(3, resized[1], resized[0], dtype=torch.uint8)])
         assert made["pixel_values"].numel() == _pixel_numbers(theirs, resized), size
-        assert size not in SIZES or made["pixel_values"].numel() == numbers, (
-            size
-        )  # it may leave long ones above its limit
+        # It may leave long ones above its limit.
+        assert size not in SIZES or made["pixel_values"].numel() == numbers, size
         assert family.resized(processor, resized, None) == resized, size
         width, height = family.resized(processor, size, 130 * 130)
         assert width * height <= 130 * 130, size

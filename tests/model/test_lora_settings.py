@@ -208,9 +208,8 @@ def test_the_plan_counts_what_is_trained_by_part(folder):
     whole = sizes()
     assert list(whole) == ["vision_tower", "projector", "language_model"]
     assert sizes(freeze=("vision_tower",)) == {part: whole[part] for part in ("projector", "language_model")}
-    decoder = (
-        4 * 2 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))
-    )  # 4 layers, rank 2: q and o, k and v, the MLP
+    # 4 layers, rank 2: q and o, k and v, the MLP.
+    decoder = 4 * 2 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))
     tower = 3 * 2 * ((64 + 192) + (64 + 64) + 2 * (64 + 256))  # 3 blocks: qkv, proj, the MLP
     projector = 2 * 2 * ((256 + 256) + (256 + 128))  # the merger and one deepstack merger
     assert (decoder, tower, projector) == (19456, 6144, 3584)

@@ -78,9 +78,8 @@ def test_a_jpeg_of_many_scans_is_refused(progressive: bool):
 
 def test_usual_jpegs_are_decoded_as_before():
     for options in ({}, {"progressive": True}, {"progressive": True, "optimize": True}):
-        content = (
-            encoded("JPEG", (256, 256), **options) + bytes.fromhex("ffda") * 1000
-        )  # such as the video of a motion photo
+        # Such as the video of a motion photo.
+        content = encoded("JPEG", (256, 256), **options) + bytes.fromhex("ffda") * 1000
         assert load_image(content).size == load_image(Image.open(io.BytesIO(content))).size == (256, 256)
 
 

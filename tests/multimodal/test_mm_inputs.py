@@ -26,6 +26,5 @@ def test_patches_are_written_once(tmp_path: Path):
     with LiveBytes(lambda tensor: True) as live:
         made = merge_mm_inputs(items, reader.family, reader.image_processor, CPU)
     assert made["pixel_values"].untyped_storage().nbytes() == 8 * pixels
-    assert (
-        live.peak < (8 + 1 + 3 * 4 / 12) * pixels
-    )  # the result, the pixels, and an image's floats before and after each operation
+    # The result, the pixels, and an image's floats before and after each operation.
+    assert live.peak < (8 + 1 + 3 * 4 / 12) * pixels

@@ -130,10 +130,11 @@ def test_columns_and_rows_may_be_arrays(array):
 
 
 def test_expert_indices_include_the_prompt_and_may_lack_the_last_token():
+    # One layer, top 2; the second row has 3 tokens.
     experts = [
         [[[token, 9]] for token in range(5)],
         [[[7, 2]], [[-1, -1]]],
-    ]  # one layer, top 2; the second row has 3 tokens
+    ]
     first, second = from_columns(LITERAL | {"rollout_expert_indices": experts})
     assert first.expert_routing[4] == ExpertRouting(bytes([4, 0, 9, 0]), top_k=2) and len(first.expert_routing) == 5
     assert second.expert_routing == [ExpertRouting(bytes([7, 0, 2, 0]), top_k=2), None, None]

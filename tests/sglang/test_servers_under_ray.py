@@ -74,9 +74,8 @@ def test_colocated_ranks_and_servers_share_the_same_gpus(qwen3_vl, tmp_path, mon
     for log in logs:
         sleeps = log.read_text().count("POST /release_memory_occupation")
         wakes = log.read_text().count("POST /resume_memory_occupation")
-        assert (
-            sleeps == wakes + 2 >= 4
-        )  # of the KV cache and of the weights: the last pause is for saving the model; then servers end
+        # Of the KV cache and of the weights: the last pause is for saving the model; then servers end.
+        assert sleeps == wakes + 2 >= 4
     assert servers_of(folder) == []
 
 

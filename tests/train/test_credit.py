@@ -120,9 +120,8 @@ def test_equal_rewards_have_no_advantage_in_any_turn(form, advantage):
 def test_the_turns_of_a_group_of_one_have_nobody_to_be_compared_with():
     turns = [make_turn([1], [5, 6], [-0.1, -0.2], reward=reward) for reward in (1.0, 3.0)]
     alone = make_trajectory(turns=turns, final_reward=None)
-    assert by_trajectory([alone], concat) == {
-        "t": [4.0, 3.0]
-    }  # grpo keeps the reward of a group of one: here the return-to-go
+    # Grpo keeps the reward of a group of one: here the return-to-go.
+    assert by_trajectory([alone], concat) == {"t": [4.0, 3.0]}
     assert by_trajectory([alone], concat, advantage="rloo") == {"t": [0.0, 0.0]}
 
 
@@ -149,9 +148,8 @@ def test_reinforce_pp_whitens_over_trained_tokens(form):
         assert sample.advantage == pytest.approx([wanted * mask for mask in sample.loss_mask], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "algo", [WHITENED, Algo(options=PLAIN)]
-)  # an advantage for each token, and one for a trajectory
+# An advantage for each token, and one for a trajectory.
+@pytest.mark.parametrize("algo", [WHITENED, Algo(options=PLAIN)])
 def test_shuffled_rewards_keep_their_values_but_not_their_places(algo):
     trajectories = outcome_group(*map(float, range(8)), turns=[1] * 8, names="abcdefgh")
     samples, given = [sample for trajectory in trajectories for sample in concat(trajectory)], []

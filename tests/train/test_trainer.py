@@ -265,9 +265,8 @@ def test_logprobs_and_mismatch_are_of_the_weights_before_the_batch(model):
         assert np.abs(logprobs - wanted).max() < 1e-5
     pairs = zip(before_training, rows, strict=True)
     likeliest = max(logprobs[np.array(row.loss_mask) > 0].max() for logprobs, row in pairs)
-    assert output.metrics["mismatch/ratio_max"] == pytest.approx(
-        np.exp(likeliest + 1.0), rel=1e-4
-    )  # all were sampled at -1
+    # All were sampled at -1.
+    assert output.metrics["mismatch/ratio_max"] == pytest.approx(np.exp(likeliest + 1.0), rel=1e-4)
     rows[1].rollout_logprobs = None
     with pytest.raises(ValueError, match="trajectory b: rollout_logprobs must be given with"):
         trainer.step(rows)

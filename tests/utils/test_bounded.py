@@ -168,8 +168,7 @@ def test_a_call_that_waits_ends_also_if_its_caller_was_killed(file: Path, monkey
     """Nobody else would end it: it uses no CPU time and does not read its pipe."""
     monkeypatch.setattr(_Worker, "kill", lambda worker: None)
     worker = _Worker(f"{file}:sleep", cpu_seconds=2, memory_mb=1024, timeout=0.1)
-    with pytest.raises(
-        (TimeoutError, RuntimeError)
-    ):  # the latter if this process stands still until the other has ended
+    # The latter if this process stands still until the other has ended.
+    with pytest.raises((TimeoutError, RuntimeError)):
         worker.call((), 0.1)
     assert worker._process.wait(timeout=600) == -signal.SIGALRM

@@ -46,9 +46,8 @@ def test_a_server_that_keeps_image_features_over_an_update_is_refused(qwen3, mon
         return b"{}" if path == "/reset_encoder_cache" else post(self, path, body, timeout)
 
     qwen3.set_weights(sharpened(qwen3.first))  # with others, an image hardly matters
-    asyncio.run(
-        qwen3.push()
-    )  # the server forgets the features of the check at its start, which are of the right weights
+    # The server forgets the features of the check at its start, which are of the right weights.
+    asyncio.run(qwen3.push())
     monkeypatch.setattr(VLLMReceiver, "post", keeps)
     with pytest.raises(ParityError, match="keeps image features over a weight update"):
         parity(qwen3)

@@ -190,11 +190,12 @@ def test_the_process_outlives_a_server_that_fails_in_a_broadcast_and_the_others_
     assert ill.received == 2 and "end" not in ill.calls
     with_all, without = process.groups.values()
     assert (with_all.servers, len(with_all.works), with_all.aborted.is_set()) == (3, 2, True)
+    # The bucket again, and the last.
     assert (without.servers, len(without.works), without.aborted.is_set()) == (
         2,
         2,
         False,
-    )  # the bucket again, and the last
+    )
     assert (process.seconds > PATIENCE) == (behaves == "hang")  # the group's time limit has passed
     assert not process.killed.wait(0.1)
     assert state.group.members == (first.url, last.url) and state.group.handle is without

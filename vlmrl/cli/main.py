@@ -30,6 +30,7 @@ DESCRIPTION = """Reinforcement learning for vision-language agents.
 
 Run `vlmrl COMMAND --help` for the options of a command and `vlmrl train RECIPE --help` for all settings of a recipe,
 and `vlmrl --version` for the version."""
+# Commands that take the settings of a recipe.
 WITH_OPTIONS = (
     "train",
     "sft",
@@ -38,7 +39,7 @@ WITH_OPTIONS = (
     "reproduce",
     "plan",
     "doctor",
-)  # commands that take the settings of a recipe
+)
 NOTHING = Annotated[None, Suppress]  # a union of subcommands needs two members
 
 

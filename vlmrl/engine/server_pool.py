@@ -92,9 +92,8 @@ class ServerPool:
         for server in self.all:
             if server.process is not None:
                 server.process.start()
-        if (
-            self.resync is not _nothing
-        ):  # servers that get this run's weights: a run that was killed may have left them paused
+        # Servers get this run's weights: a run that was killed may have left them paused.
+        if self.resync is not _nothing:
             await asyncio.gather(*(self._end_pause(server) for server in self.all if server.process is None))
         await asyncio.gather(*map(self._until_up, self.all))
 

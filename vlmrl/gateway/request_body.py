@@ -20,9 +20,8 @@ MAX_STOP_LENGTH = 256  # characters; each sampled token is compared with their t
 MAX_SEED = 2**63
 MAX_MODEL_LENGTH = 1024  # characters of a model's name, which each event of a stream repeats
 MAX_KEY_LENGTH = 256  # characters of a reward's id, or of a tool call's
-MAX_BESIDE = (
-    2**22
-)  # characters of reasoning and calls in a request: they have no tokens where a template does not show them
+# Characters of reasoning and calls in a request: they have no tokens where a template does not show them.
+MAX_BESIDE = 2**22
 FORM_REMEDY = "ask for the form in the prompt or offer it as a tool, since the run samples from the policy alone"
 
 

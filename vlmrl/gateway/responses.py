@@ -50,9 +50,8 @@ def _parts(text: str, tools: Mapping[str, Schema], tool_format: str | None) -> t
         call = _call(readable[start:position], tools, tool_format)
         if call.problem or not call.name:
             continue
-        if (
-            not calls
-        ):  # as inference servers do: clients take any text for an answer, also the newline between two calls
+        # As inference servers do: clients take any text for an answer, also the newline between two calls.
+        if not calls:
             content = body[:start] if body[:start].strip() else ""
         calls.append(call)
     return content, reasoning, calls

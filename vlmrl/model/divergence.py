@@ -14,9 +14,8 @@ import torch
 from vlmrl.algos.distillation import Divergence, listed_and_rest
 from vlmrl.model.head import HeadGradients, chunks, logits_of
 
-LOGITS = (
-    2**25
-)  # of one chunk; both models' logits and the terms of a divergence are about eight times as many float32 numbers
+# Of one chunk; both models' logits and the terms of a divergence are about eight times as many float32 numbers.
+LOGITS = 2**25
 
 
 Compare = Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

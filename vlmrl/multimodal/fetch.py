@@ -37,13 +37,13 @@ MAX_REDIRECTS = 10
 REDIRECTS = (301, 302, 303, 307, 308)
 ANY_PUBLIC = "*"
 NOT_PUBLIC = "is not a public address of the internet"
-TRANSLATED = [
-    ipaddress.ip_network(net) for net in ("::ffff:0:0/96", "64:ff9b::/96")
-]  # IPv6 addresses that end with an IPv4 one
+# IPv6 addresses that end with an IPv4 one.
+TRANSLATED = [ipaddress.ip_network(net) for net in ("::ffff:0:0/96", "64:ff9b::/96")]
+# Networks that Python 3.11 takes for public: Azure's and Oracle's metadata, translators, and a QEMU guest's way to its host (fec0::2)
 LOCAL = [
     ipaddress.ip_network(net)
     for net in ("168.63.129.16/32", "192.0.0.0/24", "::/96", "64:ff9b:1::/48", "3fff::/20", "5f00::/16", "fec0::/10")
-]  # that Python 3.11 takes for public: Azure's and Oracle's metadata, translators, and a QEMU guest's way to its host (fec0::2)
+]
 
 
 def is_url(source: object) -> bool:

@@ -33,9 +33,8 @@ ORIENTED = {"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"}
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 MAX_SCANS = 100
 """Of a JPEG. Each is a pass over all its pixels and takes ten bytes; progressive ones have about ten."""
-SCAN = re.compile(
-    rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)"
-)  # the beginning of one, of one to four components
+# The beginning of a scan of one to four components.
+SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
 # PIL decodes an opened image at its first use, which is not thread-safe.
 _DECODING = [threading.Lock() for _ in range(64)]
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)

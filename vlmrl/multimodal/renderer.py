@@ -392,9 +392,8 @@ class Renderer:
             else:
                 raise ValueError(f"a message part must have the type text or image, but it has {kind!r}.")
         if all(part["type"] == "text" for part in parts):
-            return "".join(
-                part["text"] for part in parts
-            )  # some text templates silently drop lists, see also `_as_taken`
+            # Some text templates silently drop lists, see also `_as_taken`.
+            return "".join(part["text"] for part in parts)
         return parts
 
 

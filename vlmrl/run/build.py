@@ -248,9 +248,8 @@ def _kv_cache_bytes(config: Config, ranks: Ranks, device: torch.device) -> float
     plan = plan_memory(config, ranks)
     if plan.gpu is None or not plan.fits:
         return None
-    return (
-        plan.cache + plan.gpu.memory - plan.peak
-    )  # the plan gives it no more than the responses take, without any copy
+    # The plan gives it no more than the responses take, without any copy.
+    return plan.cache + plan.gpu.memory - plan.peak
 
 
 def check_names(config: Config) -> None:

@@ -106,12 +106,10 @@ def cut(order: PrefixOrder, rows: Sequence[int], budget: int) -> list[tuple[list
     shared = order.shared_lengths(ordered)
     new = [order.lengths[row] - known for row, known in zip(ordered, shared, strict=True)]
     sums = [0, *accumulate(new)]  # rows first to last - 1 have sums[last] - sums[first] + shared[first] tokens
-    best = [
-        (0, 0, 0)
-    ]  # for each number of rows: the tokens and parts of their best cut, and the first row of its last part
-    ways: deque[tuple[int, int, int]] = (
-        deque()
-    )  # first rows of a last part, best first; a later and better one replaces others
+    # For each number of rows: the tokens and parts of their best cut, and the first row of its last part.
+    best = [(0, 0, 0)]
+    # First rows of a last part, best first; a later and better one replaces others.
+    ways: deque[tuple[int, int, int]] = deque()
     for last in range(1, len(sums)):
         first = last - 1
         way = (best[first][0] - sums[first] + shared[first], best[first][1] + 1, first)

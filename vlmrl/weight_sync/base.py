@@ -338,9 +338,8 @@ class ServerSender(Generic[Receiver]):
                 size += bucket.flat.nbytes
                 if keep:
                     kept.add(bucket)
-                self._wait(
-                    calls
-                )  # the servers have the bucket before this one, which they took while this one was gathered
+                # The servers have the bucket before this one, which they took while this one was gathered.
+                self._wait(calls)
                 calls = self._deliver_to_all(threads, bucket, version if bucket.last else None)
             self._wait(calls)
             if keep:

@@ -218,9 +218,8 @@ class BrowserTab:
     async def _block(self, route: Any) -> None:
         self.blocked += 1
         kind = "aborted" if route.request.is_navigation_request() else "blockedbyclient"  # the page stays
-        with contextlib.suppress(
-            Exception
-        ):  # the tab is closed: Playwright would print a traceback for each such request
+        # The tab is closed: Playwright would print a traceback for each such request.
+        with contextlib.suppress(Exception):
             await route.abort(kind)
 
     async def _on_dialog(self, dialog: Any) -> None:
