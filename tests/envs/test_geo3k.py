@@ -315,8 +315,8 @@ HOSTILE = [
 
 @pytest.fixture
 def short_limit(monkeypatch):
-    """A quarter of a second of CPU for a comparison, which has 2: what would take for ever meets either."""
-    compare = BoundedFunction(f"{Path(FILE).with_name('geo3k_maths.py')}:compare", cpu_seconds=0.25)
+    """Half a second of CPU for a comparison, which has 2: what would take for ever meets either."""
+    compare = BoundedFunction(f"{Path(FILE).with_name('geo3k_maths.py')}:compare", cpu_seconds=0.5)
     monkeypatch.setitem(is_right.__wrapped__.__globals__, "compare", compare)
     assert is_right.__wrapped__("a+1", "1 + a")  # a usual one meets neither
     yield

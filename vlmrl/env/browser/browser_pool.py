@@ -198,9 +198,14 @@ class BrowserPool:
             raise
 
     async def _timed(self, call: Awaitable[T], name: str) -> T:
+        """What ``call`` returns in time. One that is given up ends with its tab: Playwright would abort a call that is cancelled, and
+        may get a second answer for it, with which the next call fails, of whichever episode.
+        """
+        going_on = asyncio.ensure_future(call)
+        going_on.add_done_callback(_read_error)
         try:
             async with asyncio.timeout(self.limits.timeout):
-                return await call
+                return await asyncio.shield(going_on)
         except TimeoutError as error:
             raise BrowserFailure(f"{name}: Chromium took longer than {self.limits.timeout:g} s") from error
         except asyncio.CancelledError:
@@ -295,6 +300,12 @@ def _ignore_closed_connection(loop: asyncio.AbstractEventLoop, context: dict[str
     """Playwright leaves futures behind when its driver is killed, which asyncio would print as never retrieved."""
     if "Connection closed" not in str(context.get("exception")):
         loop.default_exception_handler(context)
+
+
+def _read_error(call: asyncio.Future[Any]) -> None:
+    """Of a call that nobody waits for any more, which asyncio would print as never retrieved."""
+    if not call.cancelled():
+        call.exception()
 
 
 def _reason(error: BaseException) -> str:
