@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vlmrl.env.browser.browser_pool import BrowserFailure, BrowserPool, PoolLimits
 from vlmrl.env.browser.browser_tab import BrowserTab, TabKind
 
 
@@ -44,3 +46,24 @@ async def test_a_screenshot_that_cannot_be_taken_is_an_error(page, asked):
     with pytest.raises(RuntimeError, match="captureScreenshot"):
         await BrowserTab(TabKind(200, 100), None, page).screenshot()
     assert page.asked == asked
+
+
+async def test_a_call_that_is_given_up_is_not_aborted():
+    """Playwright 1.65 may get two answers for a call that it aborts, and raises the second in the next call, of any episode."""
+    ended, closed = [], asyncio.Event()
+
+    async def call() -> None:
+        try:
+            await closed.wait()
+        finally:
+            ended.append(closed.is_set())
+            raise RuntimeError("Target page, context or browser has been closed")
+
+    pool = BrowserPool(PoolLimits("none", 1, 100, timeout=0.01))
+    with pytest.raises(BrowserFailure, match=r"act: Chromium took longer than 0\.01 s"):
+        await pool._timed(call(), "act")
+    assert not ended
+    closed.set()
+    await asyncio.sleep(0.01)
+    assert ended == [True]
+    pool.close()
