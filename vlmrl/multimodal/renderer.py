@@ -225,7 +225,7 @@ class Renderer:
         if any(examples) and len(examples) != len(spans[0]):
             raise ValueError(
                 "the task has examples of responses, and the chat template has other than one {% generation %} block for each "
-                "response, so that they cannot be told apart: set rollout.samples to step_wise."
+                "response, so that they cannot be distinguished: set rollout.samples to step_wise."
             )
         edges = [0, *chain.from_iterable(spans[0]), len(texts[0])]
         pieces = [self.encode_written(texts[0][start:end]) for start, end in pairwise(edges)]
