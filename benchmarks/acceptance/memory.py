@@ -17,11 +17,7 @@ from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
 
 # A group is a whole micro-batch of 16,384 tokens, which is what is planned for.
-PROMPT, RESPONSE, MEMBERS = (
-    1024,
-    1024,
-    15,
-)
+PROMPT, RESPONSE, MEMBERS = 1024, 1024, 15
 TINY = (96, 16, 3)
 APART = 0.15  # of the plan
 

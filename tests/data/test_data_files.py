@@ -197,6 +197,18 @@ def test_a_line_that_is_not_json_in_utf_8_is_named(tmp_path, end):
         load_rows(str(tmp_path / "a.jsonl"), "train")
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize(
+    "written", ['{"text": "a"}\n\n{"text": "b"}', ' \n[{"text": "a"},\n{"text": "b"}]', '["a", "b"]']
+)
+def test_rows_are_objects_or_texts_in_lines_or_in_a_list(tmp_path, written, mark):
+    (tmp_path / "a.json").write_text(mark + written, encoding="utf-8")
+    assert list(load_rows(str(tmp_path / "a.json"), "train")) == [{"text": "a"}, {"text": "b"}]
+    (tmp_path / "a.json").write_text("[5]")
+    with pytest.raises(ValueError, match=r"a\.json is not JSON \(a row must be an object, but it is 5\)"):
+        load_rows(str(tmp_path / "a.json"), "train")
+
+
 def test_a_row_of_parquet_that_is_not_utf_8_is_a_bad_row(tmp_path):
     texts = pa.array([b"caf\xe9", b"b"]).view(pa.string())
     pq.write_table(pa.table({"prompt": texts, "answer": texts}), tmp_path / "a.parquet")

@@ -31,15 +31,7 @@ DESCRIPTION = """Reinforcement learning for vision-language agents.
 Run `vlmrl COMMAND --help` for the options of a command and `vlmrl train RECIPE --help` for all settings of a recipe,
 and `vlmrl --version` for the version."""
 # Commands that take the settings of a recipe.
-WITH_OPTIONS = (
-    "train",
-    "sft",
-    "collect",
-    "eval",
-    "reproduce",
-    "plan",
-    "doctor",
-)
+WITH_OPTIONS = ("train", "sft", "collect", "eval", "reproduce", "plan", "doctor")
 NOTHING = Annotated[None, Suppress]  # a union of subcommands needs two members
 
 

@@ -24,8 +24,8 @@ def check_data(data: Data, eval_data: EvalData, mixture: Mapping[str, Part]) -> 
         require(name.isidentifier(), "mixture", "named by identifiers", name)
 
 
-def check_read(data: Data, eval_data: EvalData, mixture: Mapping[str, Part]) -> None:
-    """Settings of data that nothing reads. Not of each config: a recipe's options are set one after another."""
+def check_unread(data: Data, eval_data: EvalData, mixture: Mapping[str, Part]) -> None:
+    """Refuse settings of data that nothing reads. Called when the tasks are loaded, since a recipe's options are set one by one."""
     if mixture:
         _refuse_changed(data, "with mixture, whose parts have their own: set mixture.NAME.data.")
     if not eval_data.is_set:

@@ -28,12 +28,13 @@ _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
 _TYPES = {str: "string", int: "int64", bool: "bool"}
 """Of columns of JSON files whose values are all of one of these types. Other columns are kept as JSON."""
 JSON = hf.Value("string", id="vlmrl.json")
+"""The type of a column that keeps its values as JSON."""
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
 
 
 @dataclass(frozen=True)
 class ExactJson:
-    """Of texts of JSON. The ``Json`` of ``datasets`` rounds numbers: 57.29 becomes 57.290000000000006."""
+    """Decodes a column of the type JSON. The ``Json`` of ``datasets`` rounds numbers: 57.29 becomes 57.290000000000006."""
 
     def decode_example(self, written: str | None, token_per_repo_id: Any = None) -> Any:
         return None if written is None else json_as_written(written)
@@ -56,15 +57,11 @@ class Rows:
         return row | {name: _field(row, name) for name in self._nested}
 
     def add_nested(self, names: Iterable[str]) -> None:
-        """Make fields of columns, such as ``reward_model.ground_truth``, columns of their own. Names of no such field are left out."""
+        """Make fields of columns, such as ``reward_model.ground_truth``, columns of their own, except for those without a value."""
         for name in names:
-            root, _, field = name.partition(".")
-            if (
-                field
-                and name not in self.columns
-                and root in self.columns
-                and any(_has(row, field) for row in self.column(root))
-            ):
+            root = name.partition(".")[0]
+            rows = self.column(root) if root in self.columns and name not in self.columns else []
+            if any(_field({root: row}, name) is not None for row in rows):
                 self._nested.append(name)
                 self.columns.append(name)
 
@@ -105,11 +102,6 @@ class Rows:
         if not isinstance(self._features.get(name), hf.Value) or "float" not in self._features[name].dtype:
             return []
         return [row for row, number in enumerate(self.column(name)) if number is not None and number.is_integer()]
-
-
-def _has(value: Any, field: str) -> bool:
-    key, _, rest = field.partition(".")
-    return isinstance(value, dict) and key in value and (not rest or _has(value[key], rest))
 
 
 def _field(row: dict[str, Any], name: str) -> Any:
@@ -319,6 +311,7 @@ def _load_json(paths: list[Path], split: str) -> hf.Dataset:
 
 
 def _kind(value: Any) -> Any:
+    """The type of a value; ``object`` for a whole number that takes more than 64 bits."""
     return object if isinstance(value, int) and not -(2**63) <= value < 2**63 else type(value)
 
 
@@ -329,6 +322,7 @@ def _feature(kinds: set[Any]) -> Any:
 
 
 def _cells(paths: tuple[str, ...], stamps: tuple[int, ...], features: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows as they are stored. ``stamps`` is not read: it is part of their name in the cache."""
     for row in chain.from_iterable(map(_json_rows, map(Path, paths))):
         cells = {name: row.get(name) for name in features}
         yield {

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from vlmrl.config import Config, Data, EvalData
-from vlmrl.config.checks import check_read
+from vlmrl.config.checks import check_unread
 from vlmrl.data.source import TaskSource, load_split
 from vlmrl.types import Task
 
@@ -66,9 +66,11 @@ Tasks = TaskSource | TaskMixture
 
 
 def load_run_tasks(config: Config) -> tuple[Tasks, Tasks | None]:
-    """The training tasks, and the evaluation tasks if there are any. Raises ValueError if the config names no tasks, or has
-    settings of data that nothing reads."""
-    check_read(config.data, config.eval.data, config.mixture)
+    """The training tasks, and the evaluation tasks if there are any.
+
+    Raises ValueError if the config names no tasks, or has settings of data that nothing reads.
+    """
+    check_unread(config.data, config.eval.data, config.mixture)
     if not config.mixture:
         if not config.data.is_set:
             raise ValueError("data must be set: give it a path or a generator, or mix several datasets with mixture.")

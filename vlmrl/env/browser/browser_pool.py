@@ -198,14 +198,16 @@ class BrowserPool:
             raise
 
     async def _timed(self, call: Awaitable[T], name: str) -> T:
-        """What ``call`` returns in time. One that is given up ends with its tab: Playwright would abort a call that is cancelled, and
-        may get a second answer for it, with which the next call fails, of whichever episode.
+        """The result of ``call``. Raises BrowserFailure if it fails or takes longer than the limit.
+
+        A call that is given up goes on until its tab is closed. If it were cancelled, Playwright would abort it, might get a second
+        answer for it, and would fail the next call of any episode with that.
         """
-        going_on = asyncio.ensure_future(call)
-        going_on.add_done_callback(_read_error)
+        task = asyncio.ensure_future(call)
+        task.add_done_callback(_read_error)
         try:
             async with asyncio.timeout(self.limits.timeout):
-                return await asyncio.shield(going_on)
+                return await asyncio.shield(task)
         except TimeoutError as error:
             raise BrowserFailure(f"{name}: Chromium took longer than {self.limits.timeout:g} s") from error
         except asyncio.CancelledError:
@@ -303,7 +305,7 @@ def _ignore_closed_connection(loop: asyncio.AbstractEventLoop, context: dict[str
 
 
 def _read_error(call: asyncio.Future[Any]) -> None:
-    """Of a call that nobody waits for any more, which asyncio would print as never retrieved."""
+    """Read the error of a call that was given up: asyncio would print that it was never retrieved."""
     if not call.cancelled():
         call.exception()
 
