@@ -189,7 +189,8 @@ def test_keys_and_values_kept_between_turns_change_nothing_but_the_work(model: L
         for mine, theirs in zip(one.turns, other.turns, strict=True):
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
     new = sum(len(turn.prompt_ids) for t in kept for turn in t.turns)
-    assert keeping.tokens_prefilled < new + 4 * 3  # a response's last token is fed with the next turn
+    # A response's last token is fed with the next turn. Members of a group whose first requests meet in a batch share that prompt.
+    assert keeping.tokens_prefilled <= new + sum(len(t.turns) - 1 for t in kept)
     assert forgetting.tokens_prefilled > 1.5 * new
     assert keeping.images_encoded == forgetting.images_encoded
     assert len(keeping._resources.prefixes) == 0  # all trajectories were released

@@ -98,8 +98,8 @@ def test_a_killed_process_holds_nothing(tmp_path):
 @pytest.mark.slow
 def test_a_fork_of_a_killed_process_holds_nothing(tmp_path):
     """The workers of an env's `ProcessPoolExecutor` live on, so that the run could not be resumed."""
-    fork = "import os, sys, time\nwith run_lock(Path(sys.argv[1])):\n    child = os.fork()\n    if not child:\n        time.sleep(600)"
-    hold = HOLD.partition("with")[0] + fork + "\n    print(child, flush=True)\n    time.sleep(600)\n"
+    fork = "import os, time\nwith run_lock(Path(sys.argv[1])):\n    if not os.fork():\n        print(os.getpid(), flush=True)\n"
+    hold = HOLD.partition("with")[0] + fork + "    time.sleep(600)\n"
     held = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path / "x")], stdout=subprocess.PIPE)
     child = int(held.stdout.readline())
     try:
