@@ -204,6 +204,36 @@ def test_rewards_that_give_infinite_advantages_are_refused(name):
         assign_advantages(rows, trajectories, Config(algo=Algo(advantage=name)))
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(
+    "change", [lambda given: given[:1], lambda given: given[..., None], lambda given: given.tolist()]
+)
+def test_an_own_advantage_of_another_shape_is_refused_by_name(change, per_token):
+    @advantage(per_token=per_token)
+    def mine(rewards, group_ids, *mask):
+        return change(rewards)
+
+    trajectories = group()
+    samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
+    shape = r"\[3, 4\]" if per_token else r"\[3\]"
+    with pytest.raises(
+        ValueError, match=rf"algo\.advantage \S+mine must return a tensor of the rewards' shape, {shape}, but it is \["
+    ):
+        assign_advantages(samples, trajectories, Config(algo=Algo(advantage=mine)))
+
+
+def test_an_own_credit_that_leaves_out_turns_is_refused_by_name():
+    def mine(rewards, states, group_ids, advantage):
+        return [row[:1] for row in rewards]
+
+    trajectories = group()
+    samples = [sample for trajectory in trajectories for sample in step_wise(trajectory)]
+    with pytest.raises(
+        ValueError, match=r"algo\.credit \S+mine must return rows of \[2, 2, 1\] turns, .* have \[1, 1, 1\]"
+    ):
+        assign_advantages(samples, trajectories, Config(algo=Algo(credit=mine)))
+
+
 def test_the_last_turns_reward_includes_the_final_reward():
     trajectory = make_trajectory(turns=group()[0].turns, final_reward=0.5)
     assert rewards_by_turn(trajectory) == [1.0, 3.5]

@@ -12,7 +12,8 @@ import torch
 from vlmrl.algos import choose, is_per_token
 from vlmrl.algos.filters import soft_overlong_penalty
 from vlmrl.config import Algo, Config
-from vlmrl.train.token_credit import assign_by_token, finite, trained
+from vlmrl.config.fields import short_name
+from vlmrl.train.token_credit import assign_by_token, checked, trained
 from vlmrl.train.turn_states import places_of, rewards_by_place, states_by_place
 from vlmrl.types import Sample, Trajectory
 
@@ -92,10 +93,16 @@ def _advantages_by_turn(trajectories: Sequence[Trajectory], algo: Algo) -> dict[
     group_ids = [trajectory.group_id for trajectory in trajectories]
 
     def compare(values: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
-        return finite(choose(algo, "advantage")(values, groups), values.tolist(), algo)
+        return checked(choose(algo, "advantage")(values, groups), values, algo)
 
     found = choose(algo, "credit")(rewards, states, group_ids, compare)
-    finite(torch.tensor([value for row in found for value in row]), [value for row in rewards for value in row], algo)
+    turns, given = ([len(row) for row in rows] for rows in (rewards, found))
+    if given != turns:
+        raise ValueError(
+            f"algo.credit {short_name(algo.credit)} must return rows of {turns} turns, as its rewards have, but they have {given}."
+        )
+    values, paid = (torch.tensor([value for row in rows for value in row]) for rows in (found, rewards))
+    checked(values, paid, algo)
     return {
         (trajectory.id, number): row[place]
         for trajectory, row, own in zip(trajectories, found, places, strict=True)
@@ -111,5 +118,5 @@ def _turns_compared(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _advantages(rewards: Sequence[float], group_ids: Sequence[str], algo: Algo) -> list[float]:
-    values = choose(algo, "advantage")(torch.tensor(rewards, dtype=torch.float64), group_ids)
-    return finite(values, rewards, algo).tolist()
+    given = torch.tensor(rewards, dtype=torch.float64)
+    return checked(choose(algo, "advantage")(given, group_ids), given, algo).tolist()

@@ -1,4 +1,4 @@
-"""Advantages of tokens: the rows that a function per token gets, and the check that its results are finite."""
+"""Advantages of tokens: the rows that a function per token gets, and the check of its results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assign_by_token(
     to_go = penalties.flip(1).cumsum(1).flip(1)
     returns = torch.tensor(rewards, dtype=torch.float64)[:, None] - to_go
     group_ids = [trajectory.group_id for trajectory in trajectories]
-    advantages = finite(choose(algo, "advantage")(returns, group_ids, mask), rewards, algo)
+    advantages = checked(choose(algo, "advantage")(returns, group_ids, mask), returns, algo)
     for sample, indices, place in zip(samples, indices_of, spans, strict=True):
         values = np.zeros(len(sample.response_ids))
         values[indices] = advantages[place].numpy()
@@ -54,11 +54,18 @@ def trained(sample: Sample) -> np.ndarray:
     return np.flatnonzero(sample.loss_mask)
 
 
-def finite(advantages: torch.Tensor, rewards: Sequence[float], algo: Algo) -> torch.Tensor:
-    """The advantages. Raises ValueError if one is not finite, which would only show in the gradient."""
+def checked(advantages: torch.Tensor, rewards: torch.Tensor, algo: Algo) -> torch.Tensor:
+    """The advantages. Raises ValueError unless there is a finite one for each reward: others would only show in the gradient."""
+    name = short_name(algo.advantage)
+    is_tensor = isinstance(advantages, torch.Tensor)
+    if not is_tensor or advantages.shape != rewards.shape:
+        given = list(advantages.shape) if is_tensor else advantages
+        raise ValueError(
+            f"algo.advantage {name} must return a tensor of the rewards' shape, {list(rewards.shape)}, but it is {given!r}."
+        )
     if not bool(advantages.isfinite().all()):
         raise ValueError(
-            f"algo.advantage {short_name(algo.advantage)} must give finite advantages, but one is not, for rewards from "
-            f"{min(rewards)} to {max(rewards)}: give rewards of moderate size."
+            f"algo.advantage {name} must give finite advantages, but one is not, for rewards from {float(rewards.min())} to "
+            f"{float(rewards.max())}: give rewards of moderate size."
         )
     return advantages
