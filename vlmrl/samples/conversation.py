@@ -61,8 +61,8 @@ def render_conversation(task: Task, renderer: Renderer, max_tokens: float = math
             if end and not _writes_the_same(renderer, ids, rendered[:-1]):
                 raise RowError(
                     "sampled",
-                    f"response {number} renders to {len(rendered)} ids whose text is not that of the {len(ids)} sampled ones: the "
-                    f"chat template changes it, and writes {renderer.decode(rendered)!r:.60}.",
+                    f"response {number} renders to other tokens than the {len(ids)} sampled ones, {renderer.decode(rendered)!r:.60}: "
+                    "the chat template changes its text, or a special token was sampled, which is text in a message.",
                 )
             row.train_on(number, list(ids), end)
     return rows
