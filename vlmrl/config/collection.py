@@ -34,7 +34,7 @@ class Collection:
     out: Path | None = None
     """Folder of the episodes. Unset: `runs/NAME-episodes`."""
     tasks: int | None = None
-    """Play only this many tasks, the first ones. Unset: all."""
+    """Play only this many tasks, the first ones: of a mixture, those of its first part, then of the next. Unset: all."""
     episodes: int = 1
     """Episodes of each task."""
     retry_failed: bool = False
