@@ -238,6 +238,35 @@ def test_a_page_of_a_server_with_a_fragment_gets_its_seed(tmp_path):
         asyncio.run(main())
 
 
+def test_the_first_screenshot_has_the_images_that_the_episodes_start_requested():
+    """MiniWoB's dialogs lacked their cross in some screenshots, so that members of a group saw other pixels."""
+
+    async def app(scope, receive, send):
+        is_image = scope["path"] == "/red.svg"
+        if is_image:
+            await asyncio.sleep(0.3)
+        kind = b"image/svg+xml" if is_image else b"text/html"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        red = b"<svg xmlns='http://www.w3.org/2000/svg'><rect width='200' height='100' fill='red'/></svg>"
+        await send({"type": "http.response.body", "body": red if is_image else b"<!DOCTYPE html><p>page"})
+
+    async def main():
+        class Site(BrowserEnv):
+            page = f"{url}/"
+
+            async def prepare(self) -> str:
+                style = "position:absolute;left:0;top:0;width:200px;height:100px;background:url(red.svg)"
+                await self.evaluate("(style) => { document.querySelector('p').style = style }", style)
+                return ""
+
+        async with opened(Site) as env:
+            screenshot = env.prompt[0]["content"][0]["image"]
+        assert Image.open(io.BytesIO(screenshot)).convert("RGB").getpixel((100, 90)) == (255, 0, 0)
+
+    with served_asgi(app) as url:
+        asyncio.run(main())
+
+
 def test_a_link_that_the_server_redirects_elsewhere_leads_back(tmp_path):
     """Chromium's error page has no element that a reward script names: such a script failed the trajectory."""
 

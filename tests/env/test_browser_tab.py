@@ -18,9 +18,43 @@ async def test_a_request_that_is_blocked_after_the_tab_was_closed_prints_no_trac
     async def abort(reason: str) -> Any:
         raise RuntimeError("Target page, context or browser has been closed")
 
-    tab = BrowserTab(TabKind(200, 100), None, None)
+    tab = a_tab(None)
     await tab._block(SimpleNamespace(abort=abort, request=SimpleNamespace(is_navigation_request=lambda: False)))
     assert tab.blocked == 1
+
+
+class Network:
+    """A CDP session: the layout that is asked for makes the page request ``requests``, of which no end comes."""
+
+    def __init__(self, *requests: dict[str, str]) -> None:
+        self.requests, self.heard = list(requests), None
+
+    async def send(self, method: str) -> None:
+        while self.requests:
+            self.heard(self.requests.pop())
+
+
+def a_tab(page: Any) -> BrowserTab:
+    return BrowserTab(TabKind(200, 100), None, page, Network())
+
+
+async def test_a_request_without_an_end_is_waited_for_once_and_a_workers_script_never(monkeypatch):
+    """A page with an event stream, or a long poll, cost two seconds for each action."""
+    tab = a_tab(Page(0))
+    tab._network.heard, waits = tab._on_request, []
+
+    async def wait(seconds: float) -> None:
+        waits.append(set(tab._pending))
+        await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+
+    monkeypatch.setattr("vlmrl.env.browser.browser_tab.SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(asyncio, "sleep", wait)
+    tab._network.requests = [{"requestId": "stream", "loaderId": "7"}, {"requestId": "worker", "loaderId": ""}]
+    await tab.screenshot()
+    assert waits and all(each == {"stream"} for each in waits)
+    waits.clear()
+    await tab.screenshot()
+    assert not waits
 
 
 class Page:
@@ -38,13 +72,13 @@ class Page:
 
 async def test_a_screenshot_that_chromium_refuses_is_taken_again():
     """It refuses some on busy machines, without a reason; the episode failed."""
-    assert await BrowserTab(TabKind(200, 100), None, Page(2)).screenshot() == b"png"
+    assert await a_tab(Page(2)).screenshot() == b"png"
 
 
 @pytest.mark.parametrize(("page", "asked"), [(Page(99), 5), (Page(99, "Cannot take screenshot with 0 width."), 1)])
 async def test_a_screenshot_that_cannot_be_taken_is_an_error(page, asked):
     with pytest.raises(RuntimeError, match="captureScreenshot"):
-        await BrowserTab(TabKind(200, 100), None, page).screenshot()
+        await a_tab(page).screenshot()
     assert page.asked == asked
 
 

@@ -19,6 +19,7 @@ MOST_DIALOGS = 100  # of one observation; a page with more of them waits for an 
 ERROR_PAGE = "chrome-error:"
 """After a dead link, and where the page's own server redirects to an address that is blocked."""
 SETTLE_SECONDS = 2.0  # for requests of the page after an action
+NO_BODIES = {"maxTotalBufferSize": 0, "maxResourceBufferSize": 0}  # Chromium keeps none for us
 CAPTURES = 5  # of one screenshot: Chromium refuses some without a reason and gives the same ones 0.1 s later
 
 
@@ -47,7 +48,7 @@ class BrowserTab:
     ``blocked`` counts requests to anywhere but the page's own place, which are refused.
     """
 
-    def __init__(self, kind: TabKind, context: Any, page: Any) -> None:
+    def __init__(self, kind: TabKind, context: Any, page: Any, network: Any) -> None:
         self.kind = kind
         self.episodes = 0
         self.blocked = 0
@@ -58,7 +59,8 @@ class BrowserTab:
         self._pointer = (kind.width / 2, kind.height / 2)
         self._place = ""
         self._loaded = ""  # the address, as the page has it, of what `open` has loaded
-        self._pending: set[Any] = set()
+        self._network = network  # a CDP session
+        self._pending: set[str] = set()  # the ids of requests that have neither ended nor failed
 
     @classmethod
     async def new(cls, handle: Any, kind: TabKind, seconds: float) -> BrowserTab:
@@ -78,15 +80,18 @@ class BrowserTab:
             for name in ("page_clock.js", "page_clipboard.js", "page_console.js"):
                 await context.add_init_script(script(name))
             page = await context.new_page()
+            network = await context.new_cdp_session(page)
+            await network.send("Network.enable", NO_BODIES)
         except BaseException:
             await context.close()
             raise
-        tab = cls(kind, context, page)
+        tab = cls(kind, context, page, network)
         page.on("dialog", tab._on_dialog)
         context.on("page", tab._on_popup)
-        context.on("request", lambda request: tab._pending.add(request))
-        for event in ("requestfinished", "requestfailed"):
-            context.on(event, lambda request: tab._pending.discard(request))
+        # Playwright's own event of a request comes later, once it is intercepted: screenshots lacked images that styles name.
+        network.on("Network.requestWillBeSent", tab._on_request)
+        for ended in ("Network.loadingFinished", "Network.loadingFailed"):
+            network.on(ended, lambda event: tab._pending.discard(event["requestId"]))
         return tab
 
     async def open(self, url: str, seed: int, place: str, reload: bool) -> None:
@@ -112,7 +117,7 @@ class BrowserTab:
         self._pointer = (self.kind.width / 2, self.kind.height / 2)
 
     async def advance(self, seconds: float) -> None:
-        """Let page time pass in all frames, then wait until what the page requested is loaded."""
+        """Let page time pass in all frames, then wait until what the page requested is loaded, or 2 s have passed."""
         await self.evaluate("0")  # a click's navigation has begun
         await self._page.wait_for_load_state("load")
         for frame in self._page.frames:
@@ -125,11 +130,17 @@ class BrowserTab:
             with contextlib.suppress(TimeoutError):  # nor where Chromium refuses the address, such as view-source:
                 await asyncio.wait_for(passing, SETTLE_SECONDS)
         await self._page.wait_for_load_state("load")
+        await self._settle()
+        if self._page.url.startswith(ERROR_PAGE):
+            await self._page.go_back()
+
+    async def _settle(self) -> None:
+        """Wait until what the page requested is loaded, or 2 s have passed."""
+        await self._network.send("Page.getLayoutMetrics")  # the layout requests the images that styles name
         until = asyncio.get_running_loop().time() + SETTLE_SECONDS
         while self._pending and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.005)
-        if self._page.url.startswith(ERROR_PAGE):
-            await self._page.go_back()
+        self._pending.clear()  # of a stream, or of a document that is gone, no end comes
 
     async def evaluate(self, expression: str, argument: Any = None) -> Any:
         return await self._evaluate(self._page, expression, argument)
@@ -149,6 +160,7 @@ class BrowserTab:
 
     async def screenshot(self) -> bytes:
         """The page as PNG, without a blinking caret and with animations at their end."""
+        await self._settle()
         for capture in range(1, CAPTURES + 1):
             try:
                 png: bytes = await self._page.screenshot(animations="disabled", caret="hide", scale="device")
@@ -214,6 +226,10 @@ class BrowserTab:
 
     async def close(self) -> None:
         await self._context.close()
+
+    def _on_request(self, event: Any) -> None:
+        if event["loaderId"]:  # a worker's script has none, and no event says that it is loaded
+            self._pending.add(event["requestId"])
 
     async def _block(self, route: Any) -> None:
         self.blocked += 1
