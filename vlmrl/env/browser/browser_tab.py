@@ -77,6 +77,9 @@ class BrowserTab:
             context.set_default_timeout(seconds * 1000)
             for name in ("page_clock.js", "page_clipboard.js", "page_console.js"):
                 await context.add_init_script(script(name))
+            await context.add_init_script(
+                "window.close = () => {}"
+            )  # Chromium lets a page without a history close its tab
             page = await context.new_page()
         except BaseException:
             await context.close()
@@ -109,6 +112,10 @@ class BrowserTab:
             self._loaded = self._page.url
         else:
             await self.evaluate("(seed) => window.vlmrlRestart(seed)", seed)
+        # `history.back()` would lead to a blank page, or to one of the tab's earlier episodes.
+        control = await self._context.new_cdp_session(self._page)
+        await control.send("Page.resetNavigationHistory")
+        await control.detach()
         self._pointer = (self.kind.width / 2, self.kind.height / 2)
 
     async def advance(self, seconds: float) -> None:
