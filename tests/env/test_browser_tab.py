@@ -23,7 +23,7 @@ async def test_a_request_that_is_blocked_after_the_tab_was_closed_prints_no_trac
     assert tab.blocked == 1
 
 
-class Network:
+class Session:
     """A CDP session: the layout that is asked for makes the page request ``requests``, of which no end comes."""
 
     def __init__(self, *requests: dict[str, str]) -> None:
@@ -35,13 +35,13 @@ class Network:
 
 
 def a_tab(page: Any) -> BrowserTab:
-    return BrowserTab(TabKind(200, 100), None, page, Network())
+    return BrowserTab(TabKind(200, 100), None, page, Session())
 
 
 async def test_a_request_without_an_end_is_waited_for_once_and_a_workers_script_never(monkeypatch):
     """A page with an event stream, or a long poll, cost two seconds for each action."""
     tab = a_tab(Page(0))
-    tab._network.heard, waits = tab._on_request, []
+    tab._session.heard, waits = tab._on_request, []
 
     async def wait(seconds: float) -> None:
         waits.append(set(tab._pending))
@@ -49,7 +49,7 @@ async def test_a_request_without_an_end_is_waited_for_once_and_a_workers_script_
 
     monkeypatch.setattr("vlmrl.env.browser.browser_tab.SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(asyncio, "sleep", wait)
-    tab._network.requests = [{"requestId": "stream", "loaderId": "7"}, {"requestId": "worker", "loaderId": ""}]
+    tab._session.requests = [{"requestId": "stream", "loaderId": "7"}, {"requestId": "worker", "loaderId": ""}]
     await tab.screenshot()
     assert waits and all(each == {"stream"} for each in waits)
     waits.clear()

@@ -49,6 +49,18 @@ async def test_a_page_that_asks_until_it_is_refused_goes_on(tmp_path):
         assert await env.evaluate("document.title") == "10"
 
 
+@pytest.mark.parametrize("leave", ["history.back()", "close()", "history.go(-2)"])
+async def test_a_page_cannot_leave_to_what_its_tab_showed_before(tmp_path, leave):
+    """It was about:blank, where a script that names an element of the page throws, or an earlier episode's page with its seed."""
+    left = page_env(tmp_path, on_click(leave), "document.querySelector('div').x ?? null", reuse_tabs=True)
+    for seed in (1, 2, 3):
+        async with opened(left, seed=seed) as env:
+            assert seed == 1 or env._tab.episodes > 1
+            if seed != 2:
+                await env.step(click(500, 500))
+            assert await env.evaluate("location.search") == f"?seed={seed}"
+
+
 async def test_a_page_with_endless_dialogs_fails_alone(tmp_path):
     """Chromium was so busy with them that it was taken for one that hangs, and ended with all its episodes."""
     (tmp_path / "calm").mkdir()

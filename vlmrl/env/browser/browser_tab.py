@@ -48,7 +48,7 @@ class BrowserTab:
     ``blocked`` counts requests to anywhere but the page's own place, which are refused.
     """
 
-    def __init__(self, kind: TabKind, context: Any, page: Any, network: Any) -> None:
+    def __init__(self, kind: TabKind, context: Any, page: Any, session: Any) -> None:
         self.kind = kind
         self.episodes = 0
         self.blocked = 0
@@ -59,7 +59,7 @@ class BrowserTab:
         self._pointer = (kind.width / 2, kind.height / 2)
         self._place = ""
         self._loaded = ""  # the address, as the page has it, of what `open` has loaded
-        self._network = network  # a CDP session
+        self._session = session  # of the Chrome DevTools protocol
         self._pending: set[str] = set()  # the ids of requests that have neither ended nor failed
 
     @classmethod
@@ -79,19 +79,21 @@ class BrowserTab:
             context.set_default_timeout(seconds * 1000)
             for name in ("page_clock.js", "page_clipboard.js", "page_console.js"):
                 await context.add_init_script(script(name))
+            # Chromium lets a page without a history close its tab.
+            await context.add_init_script("window.close = () => {}")
             page = await context.new_page()
-            network = await context.new_cdp_session(page)
-            await network.send("Network.enable", NO_BODIES)
+            session = await context.new_cdp_session(page)
+            await session.send("Network.enable", NO_BODIES)
         except BaseException:
             await context.close()
             raise
-        tab = cls(kind, context, page, network)
+        tab = cls(kind, context, page, session)
         page.on("dialog", tab._on_dialog)
         context.on("page", tab._on_popup)
         # Playwright's own event of a request comes later, once it is intercepted: screenshots lacked images that styles name.
-        network.on("Network.requestWillBeSent", tab._on_request)
+        session.on("Network.requestWillBeSent", tab._on_request)
         for ended in ("Network.loadingFinished", "Network.loadingFailed"):
-            network.on(ended, lambda event: tab._pending.discard(event["requestId"]))
+            session.on(ended, lambda event: tab._pending.discard(event["requestId"]))
         return tab
 
     async def open(self, url: str, seed: int, place: str, reload: bool) -> None:
@@ -114,6 +116,8 @@ class BrowserTab:
             self._loaded = self._page.url
         else:
             await self.evaluate("(seed) => window.vlmrlRestart(seed)", seed)
+        # `history.back()` would lead to a blank page, or to one of the tab's earlier episodes.
+        await self._session.send("Page.resetNavigationHistory")
         self._pointer = (self.kind.width / 2, self.kind.height / 2)
 
     async def advance(self, seconds: float) -> None:
@@ -136,7 +140,7 @@ class BrowserTab:
 
     async def _settle(self) -> None:
         """Wait until what the page requested is loaded, or 2 s have passed."""
-        await self._network.send("Page.getLayoutMetrics")  # the layout requests the images that styles name
+        await self._session.send("Page.getLayoutMetrics")  # the layout requests the images that styles name
         until = asyncio.get_running_loop().time() + SETTLE_SECONDS
         while self._pending and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.005)
