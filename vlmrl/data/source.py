@@ -10,9 +10,9 @@ import functools
 import hashlib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ class TaskSource:
     """What errors call a row, such as ``row 3 of 'rows.jsonl' (train)``."""
     warnings: Sequence[str] = ()
     """What is suspicious in the rows, such as empty answers."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The columns of a dataset's ``images`` and ``answer``, as far as it has them."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -158,7 +160,8 @@ def _dataset(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
                 row = {**row, columns["prompt"]: data.prompt}
             return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
 
-    return _source(data, make, label, list(_warnings(rows, columns))), ids
+    found = _source(data, make, label, list(_warnings(rows, columns)))
+    return replace(found, columns={name: columns[name] for name in ("images", "answer") if name in columns}), ids
 
 
 def _source(
