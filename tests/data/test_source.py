@@ -721,6 +721,16 @@ def test_a_script_in_a_datasets_folder_does_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_images_that_no_prompt_shows_are_warned_of(tmp_path):
+    """A dataset whose column is `image` and whose prompts have no mark was trained without its images, unsaid."""
+    path = str(jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "image_info": {"size": 8}, "image": ["a.PNG"]}]))
+    (warning,) = load_tasks(Data(path, columns={"answer": "image_info.size"})).warnings
+    assert warning.startswith("column 'image' holds images that no prompt shows: map it to images with data.columns")
+    assert not load_tasks(Data(path, columns={"images": "image"})).warnings
+    shown = [{"prompt": "x", "images": [], "image": "a.png"}, {"prompt": "x", "image": "none"}]
+    assert not any(load_tasks(Data(str(jsonl(tmp_path / "b.jsonl", [row])))).warnings for row in shown)
+
+
 @pytest.mark.parametrize("missing", ["answer", "images"])
 def test_rows_to_evaluate_on_need_the_columns_of_those_to_train_on(tmp_path, missing):
     """Under another name, all answers were None, or no task had an image, and the evaluation's reward was one of that."""

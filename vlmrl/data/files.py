@@ -88,6 +88,10 @@ class Rows:
             return [_field({root: value}, name) for value in self.column(root)]
         return self._features.decode_column(self._table[name].to_pylist(), name)
 
+    def first(self, name: str) -> Any:
+        """The first row's value of a column that is not nested."""
+        return self._features.decode_column(self._table[:1][name].to_pylist(), name)[0]
+
     def empty_texts(self, name: str) -> list[int]:
         """The rows whose text in this column is empty or blank."""
         try:
