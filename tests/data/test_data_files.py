@@ -265,6 +265,17 @@ def test_a_metadata_file_may_list_several_images_of_a_row(tmp_path):
     assert [str(image).rpartition("/")[2] for image in task.images] == ["b.png", "a.png"]
 
 
+@pytest.mark.parametrize("name", ["Test", "VAL"])
+def test_images_to_evaluate_on_are_not_trained_on(tmp_path, name):
+    """The reader knows no splits in upper case: the images of both folders were the split train."""
+    for split in ("Train", name):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / split / "cat" / "1.png")
+    with pytest.raises(ValueError, match=rf"has images of other splits in {name}, which would be trained on"):
+        load_rows(str(tmp_path), "train")
+    assert len(load_rows(str(tmp_path / "Train"), "train")) == len(load_rows(str(tmp_path / name), "train")) == 1
+
+
 def test_a_log_has_no_progress_bar_of_the_reader(tmp_path, capfd):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Say a.", "answer": "a"}\n')
     assert len(load_rows(str(tmp_path / "rows.jsonl"), "train")) == 1

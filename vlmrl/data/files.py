@@ -227,6 +227,16 @@ def _is_image_folder(folder: Path) -> bool:
 
 def _load_images(folder: Path, split: str) -> hf.Dataset:
     """A folder of images: the column ``images``, those of its metadata files, and else folders' names as ``answer``."""
+    folders = {path.name for path in folder.rglob("*") if path.is_dir()}
+    # The reader knows splits in lower case, and takes all images for ``train`` where no folder names one.
+    others = sorted(
+        name for name in folders if name != name.lower() and name.lower() in _SPLIT_NAMES - {"train", "training"}
+    )
+    if others and _base(split) == "train":
+        raise ValueError(
+            f"data.path {str(folder)!r} has images of other splits in {', '.join(others)}, which would be trained on: write the "
+            "names of these folders, and of those beside them, in lower case, or name the folder of one split."
+        )
     try:
         files = hf.load_dataset_builder("imagefolder", data_dir=str(folder)).config.data_files.get(_base(split), [])
         metadata = [Path(file) for file in files if Path(file).name in _METADATA]
