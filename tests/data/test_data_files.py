@@ -265,6 +265,17 @@ def test_a_metadata_file_may_list_several_images_of_a_row(tmp_path):
     assert [str(image).rpartition("/")[2] for image in task.images] == ["b.png", "a.png"]
 
 
+@pytest.mark.parametrize("name", ["Test", "VAL"])
+def test_images_to_evaluate_on_are_not_trained_on(tmp_path, name):
+    """The reader knows no splits in upper case: the images of both folders were the split train."""
+    for split in ("Train", name):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / split / "cat" / "1.png")
+    with pytest.raises(ValueError, match=rf"has images of other splits in {name}, which would be trained on"):
+        load_rows(str(tmp_path), "train")
+    assert len(load_rows(str(tmp_path / "Train"), "train")) == len(load_rows(str(tmp_path / name), "train")) == 1
+
+
 def test_a_log_has_no_progress_bar_of_the_reader(tmp_path, capfd):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Say a.", "answer": "a"}\n')
     assert len(load_rows(str(tmp_path / "rows.jsonl"), "train")) == 1
@@ -276,7 +287,74 @@ def test_a_text_of_csv_that_means_nothing_to_pandas_stays_a_text(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,answer,level\nA?,NA,1\nB?,None,\nC?,null,3\n")
     tasks = load_tasks(Data(str(tmp_path / "rows.csv")))
     assert [task.answer for task in tasks] == ["NA", "None", "null"]
-    assert [task.data["level"] for task in tasks] == [1.0, None, 3.0]
+    assert [task.data["level"] for task in tasks] == ["1", None, "3"]
+
+
+@pytest.mark.parametrize("rows", [["x"] * 10_000 + ["007", "1.50", "True", ""], ["007", "2.0", "1e3", "false", ""]])
+def test_values_of_csv_stay_as_they_are_written(tmp_path, rows):
+    """The reader of `datasets` gives each 10,000 rows types of their own: "007" among later rows of a column of texts was "7"."""
+    (folder := tmp_path / "data").mkdir()
+    (folder / "rows.csv").write_text(
+        "prompt,answer\n" + "".join(f"{number},{row}\n" for number, row in enumerate(rows))
+    )
+    for found in (load_rows(str(folder), "train"), files.Rows(files._load_hub(str(folder), "train"))):
+        assert found.column("answer") == [row or None for row in rows] and found.column("prompt")[:2] == ["0", "1"]
+
+
+def test_the_files_of_a_csv_folder_give_each_other_no_types(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer\na,x\n")
+    (tmp_path / "b.csv").write_text('answer,prompt\n007,"b, or\nc"\n')
+    assert list(load_rows(str(tmp_path), "train")) == [
+        {"prompt": "a", "answer": "x"},
+        {"prompt": "b, or\nc", "answer": "007"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (b"prompt,answer\na,1\nb,1,000\n", r"line 3 is not CSV \(it has 3 cells for 2 columns"),
+        (b"prompt,prompt\na,1\n", r"line 1 is not CSV \(two columns have one name"),
+        (b'prompt\na\n"b\n', r"line 3 is not CSV \(unexpected end of data"),
+        (b"prompt\ncaf\xe9\n", r"is not CSV \('utf-8'"),
+        (b"prompt\n", r"is empty"),
+    ],
+)
+def test_a_line_that_is_not_csv_is_named(tmp_path, written, message):
+    (tmp_path / "a.csv").write_bytes(written)
+    with pytest.raises(ValueError, match=rf"a\.csv.* {message}"):
+        load_rows(str(tmp_path / "a.csv"), "train")
+
+
+def test_a_file_that_another_one_of_the_same_time_replaced_is_read(tmp_path):
+    """The rows of the first one came from the cache of `datasets`."""
+    file = tmp_path / "rows.jsonl"
+    for text in ("first", "other"):
+        file.unlink(missing_ok=True)
+        file.write_text(json.dumps({"prompt": text}))
+        os.utime(file, ns=(10**18, 10**18))
+        assert load_rows(str(file), "train").column("prompt") == [text]
+
+
+@pytest.mark.parametrize("names", [("training", "testing"), ("data", "eval"), ("Data", "Test")])
+def test_a_file_to_evaluate_on_is_not_trained_on(tmp_path, names):
+    """The rows of both files were the split train, as no name has one of our words for splits in our spelling."""
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name}))
+    with pytest.raises(ValueError, match=r"data\.split 'train' names no file in .*, which has: "):
+        load_rows(str(tmp_path), "train")
+    (tmp_path / "Train.jsonl").write_text(json.dumps({"prompt": "x"}))
+    assert load_rows(str(tmp_path), "train").column("prompt") == ["x"]
+
+
+def test_files_of_several_formats_are_refused(tmp_path):
+    """Those of the first format that the folder has were read, and the others left out unsaid."""
+    (tmp_path / "a.json").write_text('{"prompt": "a"}')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}')
+    with pytest.raises(
+        ValueError, match=r"has files of several formats for the split 'train', a\.json, b\.jsonl: name one"
+    ):
+        load_rows(str(tmp_path), "train")
 
 
 def test_a_field_of_a_column_whose_numbers_are_of_two_types_is_found(tmp_path):

@@ -14,7 +14,7 @@ import datasets as hf
 import pytest
 from PIL import Image
 
-from vlmrl.config import Config, Data, Eval, EvalData
+from vlmrl.config import Config, Data, Eval, EvalData, Part
 from vlmrl.data import TaskSource, load_run_tasks, load_split, load_tasks, task_seed
 from vlmrl.types import Task
 
@@ -669,13 +669,13 @@ def test_a_slice_without_rows_says_so(tmp_path):
 def test_a_csv_file_is_read_and_empty_answers_are_reported(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer,level\nWhat?,yes,1\nWho?,  ,2\n")
     tasks = load_tasks(Data(str(tmp_path / "a.csv"), seed=None))
-    assert (tasks[0].prompt[0]["content"], tasks[0].answer, tasks[0].data) == ("What?", "yes", {"level": 1})
+    assert (tasks[0].prompt[0]["content"], tasks[0].answer, tasks[0].data) == ("What?", "yes", {"level": "1"})
     assert list(tasks.warnings) == ["column 'answer' is empty in row 1: any response contains the answer"]
 
 
 def test_whole_numbers_that_a_reader_made_floats_are_reported(tmp_path):
-    (tmp_path / "a.csv").write_text("prompt,answer\nx,7\ny,\n")
-    [warning] = load_tasks(Data(str(tmp_path / "a.csv"))).warnings
+    hf.Dataset.from_dict({"prompt": ["x", "y"], "answer": [7.0, None]}).to_parquet(tmp_path / "a.parquet")
+    [warning] = load_tasks(Data(str(tmp_path / "a.parquet"))).warnings
     assert re.match(r"column 'answer' holds floats such as 7.0 \(row 0\): .* Write answers as texts", warning)
 
 
@@ -719,6 +719,33 @@ def test_a_script_in_a_datasets_folder_does_not_run(tmp_path):
     (folder / "train.jsonl").write_text('{"problem": "a"}\n')
     assert len(load_tasks(Data(path=str(folder), columns={"prompt": "problem"}))) == 1
     assert not (tmp_path / "ran").exists()
+
+
+def test_images_that_no_prompt_shows_are_warned_of(tmp_path):
+    """A dataset whose column is `image` and whose prompts have no mark was trained without its images, unsaid."""
+    path = str(jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "image_info": {"size": 8}, "image": ["a.PNG"]}]))
+    (warning,) = load_tasks(Data(path, columns={"answer": "image_info.size"})).warnings
+    assert warning.startswith("column 'image' holds images that no prompt shows: map it to images with data.columns")
+    assert not load_tasks(Data(path, columns={"images": "image"})).warnings
+    shown = [{"prompt": "x", "images": [], "image": "a.png"}, {"prompt": "x", "image": "none"}]
+    assert not any(load_tasks(Data(str(jsonl(tmp_path / "b.jsonl", [row])))).warnings for row in shown)
+
+
+@pytest.mark.parametrize("missing", ["answer", "images"])
+def test_rows_to_evaluate_on_need_the_columns_of_those_to_train_on(tmp_path, missing):
+    """Under another name, all answers were None, or no task had an image, and the evaluation's reward was one of that."""
+    row = {"prompt": "What?", "answer": "x", "images": []}
+    path = str(jsonl(tmp_path / "a.jsonl", [row]))
+    other = {{"answer": "label", "images": "image"}[missing] if name == missing else name: row[name] for name in row}
+    held_out = str(jsonl(tmp_path / "b.jsonl", [other]))
+    part = {"one": Part(data=Data(path), eval_data=EvalData(held_out))}
+    match = rf"eval\.data\.path must be a dataset with the column '{missing}', as data has for '{missing}': .*b\.jsonl'"
+    with pytest.raises(ValueError, match=match):
+        load_run_tasks(Config(data=Data(path), eval=Eval(data=EvalData(held_out)), reward=len))
+    with pytest.raises(ValueError, match=r"mixture\.one\.eval_data\.path must be"):
+        load_run_tasks(Config(mixture=part, reward=len))
+    _, tasks = load_run_tasks(Config(data=Data(held_out), eval=Eval(data=EvalData(path)), reward=len))
+    assert tasks is not None and len(tasks) == 1
 
 
 def test_an_evaluation_of_what_is_trained_is_warned_of(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -10,6 +11,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
+from safetensors.torch import load_file, save_file
 from testing.episodes import a_task, image, new_store, renderer, script, turn_loop
 from testing.fake_api import GARBAGE, call, fake_api
 from testing.fakes import make_trajectory
@@ -312,6 +314,27 @@ def test_our_policy_has_its_tokens_and_logprobs(collect):
             assert len(response["token_ids"]) == len(response["logprobs"]) <= 16
     collect(None, "--episodes", "2", "--tasks", "2", "--model.path", "tiny:qwen3_vl")
     assert rows_of(folder) == rows
+
+
+@pytest.mark.slow
+def test_a_model_that_trained_on_needs_another_folder(collect, capsys, tmp_path):
+    """Under the same name it played on, so that rows and logprobs of one folder were of two policies."""
+    collect(None, "--tasks", "1", "--model.path", "tiny:qwen3_vl")
+    (built,) = (tmp_path / "runs/.models").glob("tiny-*")
+    shutil.rmtree(tmp_path / "out")
+    model = shutil.copytree(built, tmp_path / "model")
+    folder = collect(None, "--tasks", "1", "--model.path", model)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: weight * 1.01 for name, weight in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match="1"):
+        collect(None, "--tasks", "2", "--model.path", model)
+    assert "collect.weights is now" in capsys.readouterr().err
+    assert len(rows_of(folder)) == len((folder / "trajectories.jsonl").read_text().splitlines())
+    # a folder of an earlier version, which has no hash
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["collect"]["weights"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert len({row["task"] for row in rows_of(collect(None, "--tasks", "2", "--model.path", model))}) == 2
 
 
 class Twice(Env):

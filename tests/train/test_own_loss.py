@@ -65,3 +65,16 @@ def test_a_loss_that_is_not_of_each_token_is_refused(tmp_path, function):
     rule = rf"algo\.loss {function.__name__}: per_token must have the shape of logprobs, \[\d+, \d+\], but it is \["
     with pytest.raises(ValueError, match=rule):
         Trainer(model.policy, spec).step(rows)
+
+
+def reports(inputs):
+    return LossOutputs(-inputs.advantages * inputs.logprobs, {"loss": inputs.logprobs, "tokens": inputs.logprobs})
+
+
+def test_a_loss_does_not_report_metrics_under_the_trainers_names(tmp_path):
+    """They took the place of the loss and of the number of tokens."""
+    model = load_model(Model(path="tiny:qwen3_vl", device="cpu", dtype="float32"), tmp_path, seed=0)
+    rows = [replace(each, advantage=1.0) for each in random_rows(model, 0)]
+    spec = TrainerSpec(Algo(loss=reports), Optim(), total_steps=1, tokens_per_micro_batch=60)
+    with pytest.raises(ValueError, match=r"algo\.loss reports: the metrics \['loss', 'tokens'\] are the trainer's own"):
+        Trainer(model.policy, spec).step(rows)

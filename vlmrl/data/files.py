@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
@@ -10,7 +11,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,13 @@ from vlmrl.data.row_images import json_as_written
 from vlmrl.utils.json_files import read_object, strict_json
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-READER_OPTIONS = {"csv": {"keep_default_na": False, "na_values": [""]}}
-"""For the readers of ``datasets``. Texts such as NA, None and null of CSV would be empty cells."""
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
 _TYPES = {str: "string", int: "int64", bool: "bool"}
-"""Of columns of JSON files whose values are all of one of these types. Other columns are kept as JSON."""
+"""Of columns of JSON and CSV files whose values are all of one of these types. Other columns are kept as JSON."""
 JSON = hf.Value("string", id="vlmrl.json")
 """The type of a column that keeps its values as JSON."""
-_SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
+_SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test", "training", "testing", "eval", "evaluation"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,10 @@ class Rows:
             return [_field({root: value}, name) for value in self.column(root)]
         return self._features.decode_column(self._table[name].to_pylist(), name)
 
+    def first(self, name: str) -> Any:
+        """The first row's value of a column that is not nested."""
+        return self._features.decode_column(self._table[:1][name].to_pylist(), name)[0]
+
     def empty_texts(self, name: str) -> list[int]:
         """The rows whose text in this column is empty or blank."""
         try:
@@ -98,7 +101,7 @@ class Rows:
         return [row for row, value in enumerate(values) if isinstance(value, str) and not value.strip()]
 
     def whole_floats(self, name: str) -> list[int]:
-        """The rows with a float such as 3.0 in this column, which the reader of parquet or CSV may have made of a whole number."""
+        """The rows with a float such as 3.0 in this column, which the reader of parquet may have made of a whole number."""
         if not isinstance(self._features.get(name), hf.Value) or "float" not in self._features[name].dtype:
             return []
         return [row for row, number in enumerate(self.column(name)) if number is not None and number.is_integer()]
@@ -151,16 +154,22 @@ def _load_hub(path: str, split: str) -> hf.Dataset:
     try:
         builder = hf.load_dataset_builder(path)
         own = builder.config.data_files or {}
-        is_json = "Json" in [kind.__name__ for kind in type(builder).__mro__] and builder.info.features is None
-        if not is_json or _base(split) not in own:
+        names = {kind.__name__ for kind in type(builder).__mro__}
+        is_json, is_csv = "Json" in names, "Csv" in names and _has_no_options(builder.config)
+        if not (is_json or is_csv) or builder.info.features is not None or _base(split) not in own:
             return hf.load_dataset(path, split=split)
         manager = hf.DownloadManager()
         files = manager.iter_files(manager.download_and_extract(own[_base(split)]))
-        return _load_json(list(map(Path, files)), split)
+        return _load_texts(list(map(Path, files)), split, "json" if is_json else "csv")
     except OSError as error:  # not found, offline, not allowed: all of them are OSErrors
         looked = ", ".join(map(str, places(path)))
         message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
         raise ValueError(message) from error
+
+
+def _has_no_options(config: Any) -> bool:
+    """Whether a CSV dataset of the hub is read as any CSV file, and not with another separator, for example."""
+    return bool(config.pd_read_csv_kwargs == type(config)().pd_read_csv_kwargs)
 
 
 def _load_local(path: Path, split: str) -> hf.Dataset:
@@ -218,6 +227,16 @@ def _is_image_folder(folder: Path) -> bool:
 
 def _load_images(folder: Path, split: str) -> hf.Dataset:
     """A folder of images: the column ``images``, those of its metadata files, and else folders' names as ``answer``."""
+    folders = {path.name for path in folder.rglob("*") if path.is_dir()}
+    # The reader knows splits in lower case, and takes all images for ``train`` where no folder names one.
+    others = sorted(
+        name for name in folders if name != name.lower() and name.lower() in _SPLIT_NAMES - {"train", "training"}
+    )
+    if others and _base(split) == "train":
+        raise ValueError(
+            f"data.path {str(folder)!r} has images of other splits in {', '.join(others)}, which would be trained on: write the "
+            "names of these folders, and of those beside them, in lower case, or name the folder of one split."
+        )
     try:
         files = hf.load_dataset_builder("imagefolder", data_dir=str(folder)).config.data_files.get(_base(split), [])
         metadata = [Path(file) for file in files if Path(file).name in _METADATA]
@@ -272,11 +291,11 @@ def _load_files(paths: list[Path], split: str) -> hf.Dataset:
         if not (path.is_file() and path.stat().st_size):
             raise ValueError(f"data.path cannot be read: {path} is empty, or it is no regular file, such as a pipe.")
     kind = FORMATS[suffixes.pop()]
-    if kind == "json":
-        return _load_json(paths, split)
+    if kind != "parquet":
+        return _load_texts(paths, split, kind)
     files = {_base(split): [str(path) for path in paths]}
     with _naming(paths):
-        return hf.load_dataset(kind, data_files=files, split=split, **READER_OPTIONS.get(kind, {}))
+        return hf.load_dataset(kind, data_files=files, split=split)
 
 
 @contextmanager
@@ -290,21 +309,23 @@ def _naming(paths: list[Path]) -> Iterator[None]:
         raise ValueError(f"data.path cannot be read: {', '.join(map(str, paths))}: {cause}") from error
 
 
-def _load_json(paths: list[Path], split: str) -> hf.Dataset:
-    """The rows of JSON files, with their values as they are written.
+def _load_texts(paths: list[Path], split: str, kind: str) -> hf.Dataset:
+    """The rows of JSON or CSV files (``kind``), with their values as they are written.
 
-    The reader of ``datasets`` changes them: a text that looks like a time becomes a time; numbers are rounded; an object gets the keys
-    of other rows' objects; values get the type that the same place has in other rows, so that 7 becomes 7.0, and "007" becomes 7.
+    The readers of ``datasets`` change them: a text that looks like a time becomes a time; numbers are rounded; an object gets the keys
+    of other rows' objects; values get the type that the same place has in other rows, so that 7 becomes 7.0, and "007" becomes 7. That
+    of CSV does so for each 10,000 rows, of a column of texts, too.
     """
     kinds: dict[str, set[Any]] = {}
-    for row in chain.from_iterable(map(_json_rows, paths)):
+    for row in chain.from_iterable(map(_READERS[kind], paths)):
         for name, value in row.items():
             kinds.setdefault(name, set()).add(_kind(value))
     if not kinds:
         raise ValueError(f"data.path cannot be read: {', '.join(map(str, paths))} is empty.")
     features = hf.Features({name: _feature(found - {type(None)}) for name, found in kinds.items()})
-    stamps = [path.stat().st_mtime_ns for path in paths]  # for the cache of `datasets`, which does not read the files
-    given = {"paths": tuple(map(str, paths)), "stamps": tuple(stamps), "features": features}
+    # For the cache of `datasets`, which does not read the files. A file may be replaced by one of the same time of writing.
+    stamps = [(stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for stat in map(Path.stat, paths)]
+    given = {"paths": tuple(map(str, paths)), "stamps": tuple(stamps), "features": features, "kind": kind}
     with _naming(paths):
         dataset = hf.Dataset.from_generator(_cells, features, gen_kwargs=given, writer_batch_size=64)
         return _rows_of_split({_base(split): dataset}, split)
@@ -321,9 +342,9 @@ def _feature(kinds: set[Any]) -> Any:
     return hf.Value(_TYPES[next(iter(kinds))]) if len(kinds) == 1 and kinds <= set(_TYPES) else JSON
 
 
-def _cells(paths: tuple[str, ...], stamps: tuple[int, ...], features: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _cells(paths: tuple[str, ...], stamps: Any, features: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
     """The rows as they are stored. ``stamps`` is not read: it is part of their name in the cache."""
-    for row in chain.from_iterable(map(_json_rows, map(Path, paths))):
+    for row in chain.from_iterable(map(_READERS[kind], map(Path, paths))):
         cells = {name: row.get(name) for name in features}
         yield {
             name: json.dumps(cell) if features[name] == JSON and cell is not None else cell
@@ -365,17 +386,46 @@ def _json_row(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"text": value}
 
 
+def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file of comma-separated values, which are all texts; an empty cell is None.
+
+    Raises ValueError, with the file and the line, for what does not fit the first line, which has the columns' names.
+    """
+    csv.field_size_limit(2**31 - 1)  # for all of this process: a cell may be an image in base64
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file, strict=True)
+        try:
+            names = next(lines, [])
+            if len(set(names)) < len(names):
+                raise ValueError(f"two columns have one name: {', '.join(names)}")
+            for cells in filter(None, lines):
+                if len(cells) > len(names):
+                    raise ValueError(
+                        f"it has {len(cells)} cells for {len(names)} columns: put cells with commas in quotation marks"
+                    )
+                yield dict(zip_longest(names, (cell or None for cell in cells)))
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"data.path cannot be read: {path}, line {lines.line_num} is not CSV ({error})") from None
+
+
+_READERS = {"json": _json_rows, "csv": _csv_rows}
+
+
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     """The files whose names contain the split's name as a word. For ``train``, all files if none names any split."""
     visible = [path for path in folder.rglob("*") if not any(part[0] == "." for part in path.relative_to(folder).parts)]
-    files = next((found for suffix in FORMATS if (found := sorted(p for p in visible if p.suffix == suffix))), [])
-    words = {file: set(re.split(r"[-_./]", str(file.relative_to(folder)))) for file in files}
-    named = [file for file in files if _base(split) in words[file]]
+    files = sorted(path for path in visible if path.suffix in FORMATS)
+    words = {file: set(re.split(r"[-_./]", str(file.relative_to(folder)).lower())) for file in files}
+    named = [file for file in files if _base(split).lower() in words[file]]
     if not named and _base(split) == "train" and not any(words[file] & _SPLIT_NAMES for file in files):
         named = files
+    has = ", ".join(str(file.relative_to(folder)) for file in (named or files)[:10]) or f"no {', '.join(FORMATS)} file"
     if not named:
-        has = ", ".join(str(file.relative_to(folder)) for file in files[:10]) or f"no {', '.join(FORMATS)} file"
         raise ValueError(f"data.split {split!r} names no file in {folder}, which has: {has}")
+    if len({file.suffix for file in named}) > 1:
+        raise ValueError(
+            f"data.path {str(folder)!r} has files of several formats for the split {split!r}, {has}: name one of them."
+        )
     return named
 
 

@@ -12,6 +12,7 @@ from vlmrl.config import Config, Data, EvalData
 from vlmrl.config.checks import check_unread
 from vlmrl.data.source import TaskSource, load_split
 from vlmrl.types import Task
+from vlmrl.utils.require import require
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,16 @@ def _load(data: Data, eval_data: EvalData, part: str = "") -> tuple[TaskSource, 
     tasks, held_out = load_split(data, part)
     if not eval_data.is_set:
         return tasks, held_out
-    read = data.with_rows(eval_data)
+    read, name = data.with_rows(eval_data), f"mixture.{part}.eval_data" if part else "eval.data"
     if _rows_of(read) == _rows_of(data):
-        name = f"mixture.{part}.eval_data" if part else "eval.data"
         remedy = f"{name}.seed" if data.generator is not None else f"{name}.split to another one, or held_out instead"
         warning = f"{name} has the tasks that are trained on, so that no evaluation is of held-out ones: set {remedy}"
         tasks = replace(tasks, warnings=[*tasks.warnings, warning])
-    return tasks, load_split(read, part)[0]
+    other = load_split(read, part)[0]
+    for field, column in tasks.columns.items() if eval_data.path is not None else ():
+        rule = f"a dataset with the column {column!r}, as data has for {field!r}: rename its column, or add one"
+        require(field in other.columns, f"{name}.path", rule, eval_data.path)
+    return tasks, other
 
 
 def _rows_of(data: Data) -> tuple[Any, ...]:

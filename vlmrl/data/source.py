@@ -10,9 +10,9 @@ import functools
 import hashlib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ class TaskSource:
     """What errors call a row, such as ``row 3 of 'rows.jsonl' (train)``."""
     warnings: Sequence[str] = ()
     """What is suspicious in the rows, such as empty answers."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The columns of a dataset's ``images`` and ``answer``, as far as it has them."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -116,6 +118,8 @@ def task_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big") >> 1
 
 
+IMAGE_NAMES = ("image", "img", "picture", "photo")
+"""How columns are called that hold images."""
 EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains the answer"}
 """What it means that a row has no prompt, or no answer."""
 
@@ -158,7 +162,8 @@ def _dataset(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
                 row = {**row, columns["prompt"]: data.prompt}
             return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
 
-    return _source(data, make, label, list(_warnings(rows, columns))), ids
+    found = _source(data, make, label, list(_warnings(rows, columns)))
+    return replace(found, columns={name: columns[name] for name in ("images", "answer") if name in columns}), ids
 
 
 def _source(
@@ -172,12 +177,25 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
         empty = rows.empty_texts(columns[key]) if columns.get(key) in rows.columns else []
         if empty:
             yield empty_warning(key, f"column {columns[key]!r}", empty)
+    if "images" not in columns and (other := _unshown_images(rows)):
+        yield f"column {other!r} holds images that no prompt shows: map it to images with data.columns, unless the env reads it"
     name = columns.get("answer")
     if name in rows.columns and (whole := rows.whole_floats(name)):
         yield (
             f"column {name!r} holds floats such as {rows[whole[0]][name]} ({named_rows(whole)}): if the file has whole numbers there, "
             "its reader made them floats, since a row is empty, has a fraction, or needs more than 64 bits. Write answers as texts"
         )
+
+
+def _unshown_images(rows: Rows) -> str | None:
+    """The first column that is called as those of images are, and whose first cell is an encoded image or the path of one."""
+    for name in rows.columns:
+        value = rows.first(name) if name.lower().startswith(IMAGE_NAMES) and "." not in name else None
+        value = next(iter(value), None) if isinstance(value, list) else value
+        is_path = isinstance(value, str) and Path(value).suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")
+        if is_path or (isinstance(value, dict) and {"bytes", "path"} <= value.keys()):
+            return name
+    return None
 
 
 def empty_warning(key: str, what: str, rows: Sequence[int]) -> str:
@@ -295,7 +313,7 @@ def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, r
 
 def _check_marks(where: str, prompt: list[Message], row: Row) -> None:
     """Raises ValueError for a mark in a row without ``images`` and without images in its prompt, whose images have another name."""
-    other = next((name for name in row if name.lower().startswith(("image", "img", "picture", "photo"))), None)
+    other = next((name for name in row if name.lower().startswith(IMAGE_NAMES)), None)
     if other is None or any(image_parts(message) for message in prompt):
         return
     if any(message["role"] == "user" and MARK in message["content"] for message in prompt):

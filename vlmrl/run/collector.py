@@ -11,6 +11,7 @@ again. ``episodes.jsonl`` is made of the records when a command ends.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,7 +76,7 @@ def _player(config: Config, model: str | None, api: ApiModel | None) -> tuple[Pl
 
 def _collect(run: Playing, folder: Path, collection: Collection, model: str, progress: RunProgress) -> None:
     recorded = read_recorded(folder)
-    settings = {**plain(run.config), "collect": {"model": model}}
+    settings = {**plain(run.config), "collect": {"model": model} | _weights(run)}
     _check_settings(folder, settings)
     with RunLog(folder, {"trajectories.jsonl": recorded.size}) as log:
         log.write_config(settings)
@@ -93,11 +94,24 @@ def _collect(run: Playing, folder: Path, collection: Collection, model: str, pro
             progress.say(_report(folder, counts))
 
 
+def _weights(run: Playing) -> dict[str, str]:
+    """A hash of numbers of each weight, of which a run that trained on has others. Empty where this process has no weights."""
+    if not isinstance(run, Run) or run.model.is_on_meta:
+        return {}
+    hasher = hashlib.blake2b(digest_size=8)
+    for weight in run.model.policy.parameters():
+        some = weight.detach().flatten()[:: max(1, weight.numel() // 4096)]
+        hasher.update(some.float().cpu().numpy().tobytes())
+    return {"weights": hasher.hexdigest()}
+
+
 def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Raises ValueError if the folder has episodes of another model, or under other settings."""
     before = read_object(folder / "config.json")
     changed = {} if before is None else changed_settings(before, json.loads(json.dumps(settings)))
     changed = {name: pair for name, pair in changed.items() if _must_be_same(name)}
+    if None in changed.get("collect.weights", ()):  # of an earlier version, or of servers
+        del changed["collect.weights"]
     if changed:
         lines = [f"  {name} is now {new!r:.80}, and was {old!r:.80}" for name, (old, new) in sorted(changed.items())]
         raise ValueError(

@@ -62,6 +62,8 @@ from vlmrl.utils.host_memory import HostMemory
 
 Scorer = Callable[..., TokenScores]
 """Of a micro-batch and a temperature, as :class:`Policy` is."""
+OWN_METRICS = {"loss", "tokens", "entropy", "kl", "lr", "grad_norm", "row_tokens", "shared_tokens"}
+"""Metrics of the trainer, whose names a loss may not give to others."""
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,10 @@ class Trainer:
         if outputs.per_token.shape != inputs.logprobs.shape:  # it would be broadcast to tokens that it is not of
             shapes = f"{list(inputs.logprobs.shape)}, but it is {list(outputs.per_token.shape)}"
             raise ValueError(f"algo.loss {short_name(algo.loss)}: per_token must have the shape of logprobs, {shapes}.")
+        if taken := sorted(OWN_METRICS & outputs.metrics.keys()):
+            raise ValueError(
+                f"algo.loss {short_name(algo.loss)}: the metrics {taken} are the trainer's own: rename those of the loss."
+            )
         per_token_loss, metrics = outputs.per_token, {**outputs.metrics, "entropy": scores.entropy}
         probabilities = (before, inputs.rollout_logprobs, inputs.loss_mask)
         if algo.corrections or algo.old_policy == "rollout":
