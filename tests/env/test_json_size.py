@@ -24,3 +24,12 @@ def test_in_a_stream_an_open_string_ends_with_its_line():
     stream = JsonSize(is_stream=True)
     stream.add(b': "\ndata: [{},1]\r: "\r\ndata: [')
     assert (stream.values, stream.objects, stream.lines) == (4, 1, 3)
+
+
+@pytest.mark.parametrize("length", [1, 7, 500])
+def test_a_long_number_is_seen_however_it_is_cut_and_digits_of_a_string_are_none(length: int):
+    for text, expected in ((b"[1, -%d]", True), (b'["%d", 1.5]', False)):
+        size, text = JsonSize(), text % 10**400
+        for start in range(0, len(text), length):
+            size.add(text[start : start + length])
+        assert (size.long_numbers > 0) == expected

@@ -18,7 +18,7 @@ from testing.servers import served
 pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
 
 from vlmrl import McpEnv
-from vlmrl.env import mcp
+from vlmrl.env import mcp, mcp_stdio
 
 pytestmark = pytest.mark.slow
 CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
@@ -130,6 +130,21 @@ async def text_with_the_signs_of_values(request: web.Request, message: dict[str,
     return web.json_response(texts(message, '"{[,\\' * 25))
 
 
+async def a_long_number(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    """36 MB of such numbers held the interpreter for 9 s: writing one takes a time that grows with the square of its length."""
+    body = {**texts(message), "result": {"content": [], "structuredContent": {"a": [1, 10**400]}}}
+    return web.json_response(body)
+
+
+async def an_unknown_block(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    """Of 60 MB, the text of the client's error was written for 5 s, which held up all episodes."""
+    return web.json_response({**texts(message), "result": {"content": [{"type": "film", "data": "a" * 100}]}})
+
+
+async def no_message(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"a": "a" * 2000})
+
+
 async def compressed(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
     body = gzip.compress(json.dumps(texts(message, "a" * 2**24)).encode())
     assert len(body) < 2**16
@@ -149,6 +164,12 @@ async def elsewhere(request: web.Request, message: dict[str, Any]) -> web.Stream
         (many_objects, "it has more than 1000 objects"),
         (many_objects_in_an_event, "it has more than 1000 objects"),
         (many_values, "it has more than 4000 values"),
+        (a_long_number, "it has more than 0 numbers of more than 400 digits"),
+        (
+            an_unknown_block,
+            "tool add: content.0.TextContent.text: Field required; content.0.TextContent.type: Input should be 'text'",
+        ),
+        (no_message, "it is no message of JSON-RPC"),
         (a_long_text, "its texts have more than 1000 characters in all"),
         (compressed, "it is compressed (gzip), although the request forbids that"),
         (elsewhere, "Redirect to http://canary.vlmrl.invalid/mcp not followed"),
@@ -158,6 +179,7 @@ def test_an_answer_over_the_limits_fails_its_trajectory_with_the_reason(
     call: Answer, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     limits = {"MAX_ANSWER": 2**20, "MAX_OBJECTS": 1000, "MAX_LINES": 1000, "MAX_VALUES": 4000, "MAX_TEXT": 1000}
+    monkeypatch.setattr(mcp_stdio, "LONG_TEXT", 1000)
     for name, most in limits.items():
         monkeypatch.setattr(mcp, name, most)
     trajectory = played(call)
@@ -254,6 +276,7 @@ def test_an_answer_of_a_command_comes_in_many_parts(tmp_path: Path):
         ("'x' * 70 * 2**20", "[]", "tool add: its answer has more than 67108864 bytes"),
         ("'x'", "[{}] * 10_000", "tool add: its answer has more than 10000 objects"),
         ("'x'", "[1] * 100_000", "tool add: its answer has more than 100000 values"),
+        ("'x'", "[10 ** 400]", "tool add: its answer has more than 0 numbers of more than 400 digits"),
     ],
 )
 def test_an_answer_of_a_command_over_a_limit_fails_its_trajectory(tmp_path: Path, text: str, values: str, reason: str):

@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from vlmrl.env.json_size import JsonSize
-from vlmrl.env.mcp_stdio import open_stdio
+from vlmrl.env.mcp_stdio import is_readable, open_stdio
 from vlmrl.env.tool_calls import Schema, tool_name
 from vlmrl.env.tools import ToolEnv
 from vlmrl.multimodal.images import MOST_PIXELS, DecodedImage, frozen_image
 from vlmrl.types import Message, Task
 from vlmrl.utils import command_guard
+from vlmrl.utils.json_files import MAX_DIGITS
 from vlmrl.utils.marked_processes import MARK, kill_marked
 from vlmrl.utils.require import import_extra
 from vlmrl.utils.work_pool import cpu_pool
@@ -93,8 +94,12 @@ class McpEnv(ToolEnv):
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(opened))
         self._client = await opened
+        try:
+            listed = await self._list_tools()
+        except ValueError as error:
+            raise RuntimeError(f"MCP server {self.server}: its tools: {_reason(error)}") from error
         own = set(map(tool_name, type(self).tools))
-        offered = [schema for schema in await self._list_tools() if tool_name(schema) not in own]
+        offered = [schema for schema in listed if tool_name(schema) not in own]
         served = [schema for schema in offered if self.allowed is None or tool_name(schema) in self.allowed]
         self._served = set(map(tool_name, served))
         self.tools = [*type(self).tools, *served]
@@ -191,7 +196,8 @@ class McpEnv(ToolEnv):
         """
         library = import_extra("mcp.client.streamable_http", "mcp").httpx2  # the client's
         encoding, kind = (response.headers.get(name, "") for name in ("Content-Encoding", "Content-Type"))
-        original, size = response.aiter_raw, JsonSize(kind.lower().startswith("text/event-stream"))
+        is_stream = kind.lower().startswith("text/event-stream")
+        original, size = response.aiter_raw, JsonSize(is_stream)
 
         def refuse(why: str) -> None:
             self._refused = why  # the client does not report why a stream ended
@@ -205,11 +211,15 @@ class McpEnv(ToolEnv):
         async def limited(chunk_size: int | None = None) -> AsyncIterator[bytes]:
             if encoding not in ("", "identity"):
                 refuse(f"it is compressed ({encoding:.50}), although the request forbids that")
+            parts: list[bytes] = []
             async for part in original(chunk_size):
                 size.add(part)
                 if excess := _excess(size):
                     refuse(f"it has more than {excess}")
+                parts += [] if is_stream else [part]
                 yield part
+            if not is_stream and not is_readable(b"".join(parts)):
+                refuse("it is no message of JSON-RPC")
 
         response.aiter_raw = limited
 
@@ -236,6 +246,7 @@ def _excess(size: JsonSize) -> str:
     """The limit that a response exceeds, or ``""``: ``10000 objects``."""
     limits = [(size.bytes, MAX_ANSWER, "bytes"), (size.values, MAX_VALUES, "values")]
     limits += [(size.objects, MAX_OBJECTS, "objects"), (size.lines, MAX_LINES, "lines")]
+    limits += [(size.long_numbers, 0, f"numbers of more than {MAX_DIGITS} digits")]
     return next((f"{most} {unit}" for count, most, unit in limits if count > most), "")
 
 
@@ -302,8 +313,12 @@ def _image(mime_type: str, data: str) -> Any:
         return f"[{_named('image', mime_type)}: it cannot be decoded]"
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: Any) -> str:
     """The first error inside nested exception groups, whose own texts say little."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    if not hasattr(error, "error_count"):
+        return f"{type(error).__name__}: {error}"
+    # Pydantic's: its text would be made of what the server sent, once for each line, which holds the interpreter for seconds.
+    first = error.errors(include_url=False, include_context=False, include_input=False)[:3]
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in first)

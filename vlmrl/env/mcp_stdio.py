@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ from vlmrl.env.json_size import JsonSize
 from vlmrl.utils.require import import_extra
 
 READ_BYTES = 65536
+LONG_TEXT = 2**20  # bytes of a message
 STOP_SECONDS = 2.0  # for a command to end after its input has, and again after SIGTERM
 
 
@@ -85,8 +87,22 @@ async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool])
                 return
 
 
+def is_readable(text: bytes) -> bool:
+    """Whether a text is a message, or too short to matter: of one that is none the client's parser makes an error that has copies of
+    it, and a text of them, which holds the interpreter for seconds."""
+    if len(text) <= LONG_TEXT:
+        return True
+    try:
+        import_extra("mcp.types", "mcp").jsonrpc_message_adapter.validate_python(json.loads(text), by_name=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _message(stdio: Any, line: bytes) -> Any:
     """The message of a line, or the error of one that cannot be read."""
+    if not is_readable(line):
+        return ValueError("it is no message of JSON-RPC")
     try:
         return stdio.SessionMessage(stdio.types.jsonrpc_message_adapter.validate_json(line, by_name=False))
     except ValueError as error:
