@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import re
 import sys
 from codecs import BOM_UTF8
@@ -227,7 +228,7 @@ def _is_image_folder(folder: Path) -> bool:
 
 def _load_images(folder: Path, split: str) -> hf.Dataset:
     """A folder of images: the column ``images``, those of its metadata files, and else folders' names as ``answer``."""
-    folders = {path.name for path in folder.rglob("*") if path.is_dir()}
+    folders = {name for _, names, _ in os.walk(folder) for name in names}
     # The reader knows splits in lower case, and takes all images for ``train`` where no folder names one.
     others = sorted(
         name for name in folders if name != name.lower() and name.lower() in _SPLIT_NAMES - {"train", "training"}

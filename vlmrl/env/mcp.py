@@ -216,7 +216,8 @@ class McpEnv(ToolEnv):
                 size.add(part)
                 if excess := _excess(size):
                     refuse(f"it has more than {excess}")
-                parts += [] if is_stream else [part]
+                if not is_stream:
+                    parts.append(part)
                 yield part
             if not is_stream and not is_readable(b"".join(parts)):
                 refuse("it is no message of JSON-RPC")
