@@ -31,7 +31,7 @@ from vlmrl.families import family_of
 from vlmrl.families.base import Family, LargestImage
 from vlmrl.model import tiny
 from vlmrl.model.lora import add_lora, named_weights
-from vlmrl.model.model_files import check_tokenizer_files, check_weight_files, load_video_processor
+from vlmrl.model.model_files import check_config, check_tokenizer_files, check_weight_files, load_video_processor
 from vlmrl.model.policy import Policy
 from vlmrl.model.progress_bars import without_progress_bars
 from vlmrl.multimodal.images import blank
@@ -158,6 +158,7 @@ def _build(config: Model, path: str, seed: int) -> Any:
         torch.manual_seed(seed)
         model = _random(auto, hf_config, dtype).to(device)
     else:
+        check_config(path, hf_config)
         check_weight_files(path)
         # Read again, without `config`, the file's own `_attn_implementation` would come before ours: also code of the hub.
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoVideoProcessor
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
@@ -23,11 +23,6 @@ def check_weight_files(path: str) -> None:
             f"model.path {path!r} has adapters of its own ({ADAPTER_CONFIG_NAME}), which transformers would add to the weights, or to "
             "those of another model that it names: merge them (merge_and_unload of peft), or remove the file."
         )
-    if "transformers_weights" in _object(path, CONFIG_NAME):
-        raise ValueError(
-            f"model.path {path!r}: its {CONFIG_NAME} must not have transformers_weights, which names weights that servers do not "
-            "read: remove it, and name that file model.safetensors, or model.safetensors.index.json for an index."
-        )
     # each name asks the hub, which may be out of reach
     for name in [SAFE_WEIGHTS_INDEX_NAME] + [WEIGHTS_INDEX_NAME] * Path(path).is_dir():
         if _found(path, name) is not None:
@@ -35,8 +30,19 @@ def check_weight_files(path: str) -> None:
             _check_own(path, f"the weight_map of its {name}", named.values() if isinstance(named, dict) else [named])
 
 
+def check_config(path: str, config: Any) -> None:
+    """Raises ValueError if the ``config`` of a model, of transformers, names a file of weights, which may be an index of others."""
+    if getattr(config, "transformers_weights", None) is not None:
+        raise ValueError(
+            f"model.path {path!r}: its config.json must not have transformers_weights, which names weights that servers do not "
+            "read: remove it, and name that file model.safetensors, or model.safetensors.index.json for an index."
+        )
+
+
 def check_tokenizer_files(path: str) -> None:
-    """Raises ValueError if a model's tokenizer is in a file elsewhere."""
+    """Raises ValueError if the tokenizer of a model's folder is in a file elsewhere. The hub is not asked: it has none."""
+    if not Path(path).is_dir():
+        return
     named = _object(path, TOKENIZER_CONFIG_NAME).get("fast_tokenizer_files", [])
     _check_own(
         path, f"fast_tokenizer_files in its {TOKENIZER_CONFIG_NAME}", named if isinstance(named, list) else [named]
