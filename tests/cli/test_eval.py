@@ -1,6 +1,7 @@
 """`vlmrl eval`: a run's checkpoints, models and an API's model side by side, the blanked control, and the results as JSON."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -75,6 +76,27 @@ def test_checkpoints_and_a_model_stand_in_one_table(folder, tmp_path, capsys):
     assert document["settings"]["eval"]["samples_per_task"] == 4
     own = [json.loads(path.read_text()) for path in (run / "evaluations").glob("*.json")]
     assert sorted(each["results"][0]["model"] for each in own) == sorted(map(str, models))
+
+
+def test_the_results_of_a_model_stay_if_a_later_one_fails(folder, tmp_path, capsys):
+    broken, out = tmp_path / "broken", tmp_path / "results.json"
+    shutil.copytree(folder / "runs/say/model", broken)
+    (broken / "model.safetensors").write_bytes(b"x")
+    options = ["--models", folder / "runs/say/model", broken, "--out", out]
+    with pytest.raises((Exception, SystemExit)):
+        vlmrl("eval", folder / "recipe.py", "--output-dir", tmp_path, *options)
+    (row,) = json.loads(out.read_text())["results"]
+    assert row["model"] == str(folder / "runs/say/model") and "pass@1" in capsys.readouterr().out
+
+
+def test_a_run_whose_folder_cannot_be_written_is_evaluated(folder, tmp_path, capsys):
+    run, out = tmp_path / "theirs/say", tmp_path / "results.json"
+    shutil.copytree(folder / "runs/say", run)
+    shutil.rmtree(run / "evaluations", ignore_errors=True)
+    (run / "evaluations").write_text("")  # the superuser may write everywhere
+    vlmrl("eval", folder / "recipe.py", "--output-dir", tmp_path, "--models", run, "--out", out)
+    assert len(json.loads(out.read_text())["results"]) == 1
+    assert "are not in its run's folder, which cannot be written" in " ".join(capsys.readouterr().out.split())
 
 
 def test_greedy_samples_of_a_task_are_equal(folder, tmp_path):

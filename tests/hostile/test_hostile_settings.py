@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,37 @@ def test_an_export_publishes_no_folder_that_a_run_links_to(tmp_path):
     (private / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "run").mkdir()
     (tmp_path / "run/model").symlink_to(private)
-    with pytest.raises(ValueError, match=r"run/model must be a folder of the run, but it is a link to .*private"):
+    with pytest.raises(
+        ValueError, match=r"run/model must be a folder of the run, but a link leads from there to .*private"
+    ):
         export_model(tmp_path / "run", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("link", ["checkpoints", "checkpoints/step000001", "checkpoints/step000001/trainer"])
+def test_an_export_publishes_no_checkpoint_that_a_run_links_to(link, tmp_path):
+    run, private = tmp_path / "run", tmp_path / "private"
+    (private / "checkpoints/step000001/trainer").mkdir(parents=True)
+    (private / "checkpoints/step000001/run.json").write_text("{}")
+    shutil.copytree(private, run)
+    shutil.rmtree(run / link)
+    (run / link).symlink_to(private / link)
+    with pytest.raises(ValueError, match=r"but (a link leads from there to .*private|it is a link)"):
+        export_model(run, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["id_rsa", "link.jinja"])
+def test_a_runs_settings_name_no_other_file_than_a_template(name, tmp_path):
+    """An export writes it into the model, and an evaluation shows it to the policy."""
+    (tmp_path / "id_rsa").write_text("secret")
+    (tmp_path / "link.jinja").symlink_to(tmp_path / "id_rsa")
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    path = str(tmp_path / name)
+    with pytest.raises(ValueError, match=r"model\.chat_template must be a file NAME\.jinja"):
+        _ = SavedRun(tmp_path, {"model": {"chat_template": path}}).model
+    for template in (None, "chatml", str(tmp_path / "own.jinja")):
+        assert SavedRun(tmp_path, {"model": {"chat_template": template}}).model.chat_template == template
 
 
 def test_the_seed_of_a_runs_settings_is_a_number():

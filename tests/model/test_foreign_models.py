@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from vlmrl.config import Model
-from vlmrl.model.loading import load_model, on_host
+from vlmrl.model.loading import load_model, load_reader, on_host
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -54,6 +54,58 @@ class Code:
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_processor_that_is_code_is_refused_before_the_training(kind, qwen3_vl, tmp_path, monkeypatch):
+    """transformers asks on the terminal whether to run it, and of the video processor at the end: nothing was saved then."""
+    folder = copied(qwen3_vl, tmp_path / "model")
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks whether to run the code"))
+    path = folder / "processor_config.json"
+    settings = json.loads(path.read_text())
+    settings[f"{kind}_processor"] |= {
+        f"{kind}_processor_type": "Own",
+        "auto_map": {f"Auto{kind.title()}Processor": "own.P"},
+    }
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="custom code"):
+        load_reader(Model(path=str(folder)), tmp_path)
+
+
+def change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_the_attention_of_a_models_config_is_not_loaded(qwen3_vl, tmp_path):
+    """It may name a kernel on the hub, which is code."""
+    folder = copied(qwen3_vl, tmp_path / "model")
+    change(folder / "config.json", _attn_implementation="kernels-community/flash-attn")
+    assert load_model(Model(path=str(folder), device="cpu"), tmp_path, seed=0).policy is not None
+
+
+def test_adapters_in_a_models_folder_are_refused(qwen3_vl, tmp_path):
+    folder = copied(qwen3_vl, tmp_path / "model")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/private"}))
+    with pytest.raises(ValueError, match=r"has adapters of its own \(adapter_config\.json\).* merge them"):
+        load_model(Model(path=str(folder), device="cpu"), tmp_path, seed=0)
+
+
+def test_a_config_names_no_index_of_weights(qwen3_vl, tmp_path):
+    other, folder = copied(qwen3_vl, tmp_path / "other"), copied(qwen3_vl, tmp_path / "model")
+    with safe_open(other / "model.safetensors", "pt") as file:
+        shards = dict.fromkeys(file.keys(), "../other/model.safetensors")
+    (folder / "own.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    change(folder / "config.json", transformers_weights="own.safetensors.index.json")
+    with pytest.raises(ValueError, match=r"config\.json must not have transformers_weights"):
+        load_model(Model(path=str(folder), device="cpu"), tmp_path, seed=0)
+
+
+def test_a_tokenizer_is_read_from_no_file_elsewhere(qwen3_vl, tmp_path):
+    other, folder = copied(qwen3_vl, tmp_path / "other"), copied(qwen3_vl, tmp_path / "model")
+    (other / "tokenizer.json").rename(other / "tokenizer.1.0.json")
+    change(folder / "tokenizer_config.json", fast_tokenizer_files=["../other/tokenizer.1.0.json"])
+    with pytest.raises(ValueError, match=r"fast_tokenizer_files in its tokenizer_config\.json must name regular files"):
+        load_reader(Model(path=str(folder)), tmp_path)
 
 
 def test_pickled_code_in_weights_is_not_run(qwen3_vl, tmp_path):

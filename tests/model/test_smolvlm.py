@@ -185,7 +185,9 @@ def test_templates_that_do_not_fit_are_refused(model):
 
 def test_an_older_torchvision_whose_images_are_resized_by_pil_is_refused(model, monkeypatch):
     of = AutoImageProcessor.from_pretrained
-    monkeypatch.setattr(AutoImageProcessor, "from_pretrained", lambda path: of(path, backend="pil"))
+    monkeypatch.setattr(
+        AutoImageProcessor, "from_pretrained", lambda path, **options: of(path, backend="pil", **options)
+    )
     with pytest.raises(
         ValueError, match=r"smolvlm needs torchvision 0\.27 or newer, but [\d.+a-z]+ is installed: install"
     ):

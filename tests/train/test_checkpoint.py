@@ -203,14 +203,15 @@ def test_pickled_code_in_a_checkpoint_is_not_run(tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("elsewhere", ["absolute", "above", "link", "pipe"])
+@pytest.mark.parametrize("elsewhere", ["absolute", "above", "link", "pipe", "folder"])
 def test_a_checkpoint_names_no_file_elsewhere(tmp_path, elsewhere):
     checkpoint, others = tmp_path / "checkpoint", tmp_path / "private.distcp"
     save_tensors(checkpoint, {"weight/a": torch.ones(2)})
     file = checkpoint / "trainer/.metadata"
     metadata = pickle.loads(file.read_bytes())
     (name,) = {part.relative_path for part in metadata.storage_data.values()}
-    (checkpoint / "trainer" / name).rename(others)
+    if elsewhere != "folder":
+        (checkpoint / "trainer" / name).rename(others)
     if elsewhere == "link":
         (checkpoint / "trainer" / name).symlink_to(others)
     for part in metadata.storage_data.values():
@@ -219,6 +220,9 @@ def test_a_checkpoint_names_no_file_elsewhere(tmp_path, elsewhere):
     if elsewhere == "pipe":
         file.unlink()
         os.mkfifo(file)
+    if elsewhere == "folder":
+        (checkpoint / "trainer").rename(tmp_path / "private")
+        (checkpoint / "trainer").symlink_to(tmp_path / "private")
     with pytest.raises(ValueError, match="which is no regular file of its own"):
         load_tensors(checkpoint, {"weight/a": torch.zeros(2)})
 

@@ -116,7 +116,7 @@ class QwenVL(Family):
         return LargestImage((round(pixels**0.5),) * 2, tokens, tokens * vision.spatial_merge_size**2)
 
     def load_processor(self, path: str) -> Any:
-        return transformers.AutoImageProcessor.from_pretrained(path)
+        return transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
 
     def resized(self, processor: Any, size: Size, max_pixels: int | None) -> Size:
         width, height = size

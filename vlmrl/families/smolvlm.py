@@ -99,7 +99,7 @@ class SmolVLM(Family):
 
     def load_processor(self, path: str) -> TileProcessor:
         """Raises ValueError for settings under which another resize of a resized image would change it."""
-        images = transformers.AutoImageProcessor.from_pretrained(path)
+        images = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
         if isinstance(images, PilBackend):  # transformers' choice for images that this torchvision resizes otherwise
             raise ValueError(
                 f"smolvlm needs torchvision 0.27 or newer, but {torchvision.__version__} is installed: install a newer torch and "
@@ -111,7 +111,7 @@ class SmolVLM(Family):
                 "the image processor's size.longest_edge must be a multiple of max_image_size.longest_edge up to 4096, and "
                 f"do_resize True, but they are {longest}, {side} and {images.do_resize}: change them in {path}."
             )
-        backend = transformers.AutoTokenizer.from_pretrained(path).backend_tokenizer
+        backend = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False).backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         patches = side // self.config.vision_config.patch_size

@@ -18,11 +18,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    AutoVideoProcessor,
     GenerationConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from vlmrl.config import Lora, Model, Train
@@ -32,6 +31,7 @@ from vlmrl.families import family_of
 from vlmrl.families.base import Family, LargestImage
 from vlmrl.model import tiny
 from vlmrl.model.lora import add_lora, named_weights
+from vlmrl.model.model_files import check_config, check_tokenizer_files, check_weight_files, load_video_processor
 from vlmrl.model.policy import Policy
 from vlmrl.model.progress_bars import without_progress_bars
 from vlmrl.multimodal.images import blank
@@ -45,7 +45,7 @@ TEMPLATES = Path(__file__).parents[1] / "multimodal/templates"
 
 @dataclass(frozen=True)
 class Reader:
-    """Everything of a model but its weights: tokenizer, chat template and image processor (``None`` for a text model).
+    """Everything of a model but its weights: tokenizer, chat template and processors (``None`` for a text model).
 
     ``path`` is the folder or hub name that it was loaded from.
     """
@@ -53,6 +53,7 @@ class Reader:
     renderer: Renderer
     tokenizer: Any
     image_processor: Any
+    video_processor: Any
     max_image_pixels: int | None
     path: str
     family: Family
@@ -87,7 +88,7 @@ class LoadedModel(Reader):
         self.tokenizer.save_pretrained(folder)
         if self.image_processor is not None:
             self.image_processor.save_pretrained(folder)
-            AutoVideoProcessor.from_pretrained(self.path).save_pretrained(folder)  # AutoProcessor has both
+            self.video_processor.save_pretrained(folder)  # AutoProcessor has both
 
 
 def as_saved(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,39 +158,17 @@ def _build(config: Model, path: str, seed: int) -> Any:
         torch.manual_seed(seed)
         model = _random(auto, hf_config, dtype).to(device)
     else:
-        _check_indexes(path)
-        model, found = auto.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
+        check_config(path, hf_config)
+        check_weight_files(path)
+        # Read again, without `config`, the file's own `_attn_implementation` would come before ours: also code of the hub.
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}
+        model, found = auto.from_pretrained(path, config=hf_config, **options)
         _check_weights(model, found, path)
         model = model.to(device)
     freeze(model, config.freeze)
     if config.lora.rank:
         _adapt(model, config.lora, seed)
     return model
-
-
-def _check_indexes(path: str) -> None:
-    """Raises ValueError unless the indexes of a model's weights name files in its own folder: transformers opens what they name."""
-    names = [SAFE_WEIGHTS_INDEX_NAME] + [WEIGHTS_INDEX_NAME] * Path(
-        path
-    ).is_dir()  # each asks the hub, which may be out of reach
-    for name in names:
-        index = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        if index is None:
-            continue
-        named = (read_object(Path(index)) or {}).get("weight_map")
-        values = named.values() if isinstance(named, dict) else [named]
-        for shard in {each if isinstance(each, str) else repr(each) for each in values}:
-            if not _is_own_file(Path(path), shard):
-                raise ValueError(
-                    f"model.path {path!r}: the weight_map of its {name} must name regular files in its folder, but it names "
-                    f"{shard[:200]!r}: download the model again, from a source that you trust."
-                )
-
-
-def _is_own_file(folder: Path, name: str) -> bool:
-    """Whether a name leads to a regular file below the folder, which is unknown where ``folder`` is a hub name."""
-    is_below = not Path(name).is_absolute() and ".." not in Path(name).parts
-    return is_below and (not folder.is_dir() or (folder / name).is_file())
 
 
 def _check_weights(model: Any, found: dict[str, Any], path: str) -> None:
@@ -232,7 +211,7 @@ def _adapt(model: Any, lora: Lora, seed: int) -> None:
 
 def _is_stored_in_bfloat16(path: str) -> bool:
     """Whether all weights of a checkpoint, in a folder or under a hub name, are bfloat16 in safetensors files."""
-    _check_indexes(path)
+    check_weight_files(path)
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
     if index is not None:
         files, _ = get_checkpoint_shard_files(path, index)
@@ -275,7 +254,8 @@ def load_reader(config: Model, cache_dir: Path) -> Reader:
     path = _found(config.source, cache_dir)
     hf_config = _hf_config(path)
     family = family_of(hf_config)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    check_tokenizer_files(path)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     pad = family.image_token_id
     renderer = Renderer(
         tokenizer,
@@ -283,7 +263,10 @@ def load_reader(config: Model, cache_dir: Path) -> Reader:
         chat_template=chat_template_text(config.chat_template),
         stop_ids=_stop_ids(path),
     )
-    return Reader(renderer, tokenizer, family.load_processor(path), config.max_image_pixels, path, family)
+    video_processor = load_video_processor(path) if family.vision else None
+    return Reader(
+        renderer, tokenizer, family.load_processor(path), video_processor, config.max_image_pixels, path, family
+    )
 
 
 def image_processor_of(config: Model, cache_dir: Path) -> Any:

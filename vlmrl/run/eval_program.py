@@ -34,29 +34,43 @@ def run_evaluation(
 ) -> None:
     """Evaluate the models that ``paths`` name, or that of ``config``, on the held-out tasks of ``config``, after that of an ``api``.
 
-    Prints tables. Writes the results to ``out``, and those of a run's model also to ``evaluations`` in the run's folder.
+    Prints tables. Writes the results to ``out``, and those of a run's model also to ``evaluations`` in the run's folder. If a model
+    fails, those before it are printed and written all the same.
     """
     require_held_out(config)
     models = resolve_eval_models(paths, config) if paths or api is None else []
     if out is not None:
         check_writable(out, "--out")
     progress, origin = RunProgress(), provenance()
-    rows = [] if api is None else evaluate_api(config, api, progress, [model.name for model in models])
-    for number, model in enumerate(models, start=1):
-        if len(models) > 1:
-            progress.say(f"model {number} of {len(models)}: {model.name}")
-        own = evaluate_model(replace(config, model=model.settings), model, progress)
-        rows += own
-        if model.run_folder is not None:
+    rows: list[EvalRow] = []
+    try:
+        if api is not None:
+            rows += evaluate_api(config, api, progress, [model.name for model in models])
+        for number, model in enumerate(models, start=1):
+            if len(models) > 1:
+                progress.say(f"model {number} of {len(models)}: {model.name}")
             settings = replace(config, model=model.settings)
-            now = datetime.now().strftime("%Y%m%dT%H%M%S.%f")  # two evaluations may end in one second
-            path = model.run_folder / "evaluations" / f"{now}-{Path(model.name).name}.json"
-            write_document(path, eval_document(own, config.seed, origin, settings))
-            progress.say(f"results of {model.name}: {path}")
-    print_report(progress.console, rows, config.seed)
-    if out is not None:
-        write_document(out, eval_document(rows, config.seed, origin, config))
-        progress.say(f"results: {out}")
+            own = evaluate_model(settings, model, progress)
+            rows += own
+            if model.run_folder is not None:
+                _write_to_run(model.run_folder, model.name, eval_document(own, config.seed, origin, settings), progress)
+    finally:  # also if a later model fails: those before it took hours, or an API's tokens
+        if rows:
+            print_report(progress.console, rows, config.seed)
+        if rows and out is not None:
+            write_document(out, eval_document(rows, config.seed, origin, config))
+            progress.say(f"results: {out}")
+
+
+def _write_to_run(folder: Path, name: str, document: dict[str, object], progress: RunProgress) -> None:
+    """Write the results of a run's model to its folder, if that can be written: the run may be somebody else's."""
+    now = datetime.now().strftime("%Y%m%dT%H%M%S.%f")  # two evaluations may end in one second
+    path = folder / "evaluations" / f"{now}-{Path(name).name}.json"
+    try:
+        write_document(path, document)
+        progress.say(f"results of {name}: {path}")
+    except OSError as error:
+        progress.say(f"the results of {name} are not in its run's folder, which cannot be written: {error}")
 
 
 def evaluate_api(config: Config, api: ApiModel, progress: RunProgress, others: Sequence[str]) -> list[EvalRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -50,9 +51,10 @@ def _found_in(source: Path, adapters: bool) -> Path:
         raise ValueError(
             f"{source} must be a run, a checkpoint or a saved model, but it holds no {what}, nor a checkpoint."
         )
-    if newest.is_symlink() and not is_checkpoint(newest):
+    real, folder = Path(os.path.realpath(newest)), Path(os.path.realpath(source))
+    if real != folder / newest.relative_to(source):
         raise ValueError(
-            f"{newest} must be a folder of the run, but it is a link to {newest.resolve()}, whose files would be published: name that "
+            f"{newest} must be a folder of the run, but a link leads from there to {real}, whose files would be published: name that "
             "folder, if you mean it."
         )
     return newest
@@ -60,13 +62,13 @@ def _found_in(source: Path, adapters: bool) -> Path:
 
 def _write(found: Path, target: Path, adapters: bool) -> None:
     with atomic_folder(target, "--to") as part:
-        if not is_checkpoint(found):
-            try:
-                _check_own_files(found)
+        try:
+            _check_own_files(found)
+            if not is_checkpoint(found):
                 shutil.copytree(found, part, dirs_exist_ok=True)
-            except RecursionError:
-                raise ValueError(f"{found} has folders that are nested too deeply for a model: remove them.") from None
-            return
+                return
+        except RecursionError:
+            raise ValueError(f"{found} has folders that are nested too deeply for a model: remove them.") from None
         settings, loaded = _trained_model(found)
         if not adapters:
             loaded.save(part)

@@ -102,7 +102,7 @@ class _Reader(FileSystemReader):
 
 def _own_file(folder: Path, name: str) -> Path:
     """A regular file of a checkpoint, which may name a file elsewhere, or a pipe. Raises FileNotFoundError or ValueError."""
-    path = regular_file(folder, name)
+    path = regular_file(folder.parent, folder.name, name)  # the folder `trainer` may be a link, too
     if path is None and not (folder / name).exists():
         raise FileNotFoundError(f"there is no {name}")
     if path is None:

@@ -1,0 +1,93 @@
+"""What a model's files may name: transformers opens whatever they say, also in other folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoVideoProcessor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
+from transformers.utils.hub import cached_file
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
+
+from vlmrl.utils.json_files import read_object
+
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+
+
+def check_weight_files(path: str) -> None:
+    """Raises ValueError unless the weights of a model, in a folder or under a hub name, are in its own files, under usual names."""
+    if _found(path, ADAPTER_CONFIG_NAME) is not None:
+        raise ValueError(
+            f"model.path {path!r} has adapters of its own ({ADAPTER_CONFIG_NAME}), which transformers would add to the weights, or to "
+            "those of another model that it names: merge them (merge_and_unload of peft), or remove the file."
+        )
+    # each name asks the hub, which may be out of reach
+    for name in [SAFE_WEIGHTS_INDEX_NAME] + [WEIGHTS_INDEX_NAME] * Path(path).is_dir():
+        if _found(path, name) is not None:
+            named = _object(path, name).get("weight_map")
+            _check_own(path, f"the weight_map of its {name}", named.values() if isinstance(named, dict) else [named])
+
+
+def check_config(path: str, config: Any) -> None:
+    """Raises ValueError if the ``config`` of a model, of transformers, names a file of weights, which may be an index of others."""
+    if getattr(config, "transformers_weights", None) is not None:
+        raise ValueError(
+            f"model.path {path!r}: its config.json must not have transformers_weights, which names weights that servers do not "
+            "read: remove it, and name that file model.safetensors, or model.safetensors.index.json for an index."
+        )
+
+
+def check_tokenizer_files(path: str) -> None:
+    """Raises ValueError if the tokenizer of a model's folder is in a file elsewhere. The hub is not asked: it has none."""
+    if not Path(path).is_dir():
+        return
+    named = _object(path, TOKENIZER_CONFIG_NAME).get("fast_tokenizer_files", [])
+    _check_own(
+        path, f"fast_tokenizer_files in its {TOKENIZER_CONFIG_NAME}", named if isinstance(named, list) else [named]
+    )
+
+
+def load_video_processor(path: str) -> Any:
+    """A model's video processor, which is saved with the trained model: a server's AutoProcessor needs it.
+
+    Raises:
+        ValueError: it cannot be loaded, which is better known before the training than after it.
+    """
+    try:
+        return AutoVideoProcessor.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model.path {path!r}: its video processor, which is saved with the trained model, cannot be loaded: "
+            f"{str(error).splitlines()[0]:.200}. Correct its video_preprocessor_config.json; without one, preprocessor_config.json "
+            "is read."
+        ) from error
+
+
+def _check_own(path: str, what: str, names: Iterable[object]) -> None:
+    for named in {each if isinstance(each, str) else repr(each) for each in names}:
+        if not _is_own_file(Path(path), named):
+            raise ValueError(
+                f"model.path {path!r}: {what} must name regular files in its folder, but it names {named[:200]!r}: download the model "
+                "again, from a source that you trust."
+            )
+
+
+def _is_own_file(folder: Path, name: str) -> bool:
+    """Whether a name leads to a regular file below the folder, which is unknown where ``folder`` is a hub name."""
+    is_below = not Path(name).is_absolute() and ".." not in Path(name).parts
+    return is_below and (not folder.is_dir() or (folder / name).is_file())
+
+
+def _found(path: str, name: str) -> str | None:
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+
+
+def _object(path: str, name: str) -> dict[str, Any]:
+    """The object in a JSON file of the model; an empty one if there is no such file. Raises ValueError for anything else."""
+    file = _found(path, name)
+    found = {} if file is None else read_object(Path(file))
+    if found is None:
+        raise ValueError(f"model.path {path!r}: its {name} must be a JSON object of at most 64 MiB.")
+    return found
