@@ -128,7 +128,7 @@ def test_an_unknown_option_is_one_line(tmp_path, monkeypatch, capsys):
         ({"algo": {"loss": "dr_grpo"}}, "algo.loss ppo with algo.reduction seq_mean_token_sum_norm"),
         ({"algo": {"advantage": "grpp"}}, "algo.advantage must be one of"),
         ({"algo": {"filters": ("zero_var",)}}, "algo.filters must be one of"),
-        ({"model": {"chat_template": "nope"}}, "model.chat_template must be a Jinja file or one of ours"),
+        ({"model": {"chat_template": "nope"}}, "model.chat_template must be a file NAME.jinja or one of ours"),
         ({"engine": "sgl"}, "engine must be one of"),
     ],
 )

@@ -225,6 +225,6 @@ def test_building_and_saving_show_no_progress_bar(tmp_path, capfd):
 
 def test_an_unknown_chat_template_is_an_error_that_lists_ours(tmp_path):
     with pytest.raises(
-        ValueError, match=r"model\.chat_template must be a Jinja file or one of ours \(`chatml`, .*'chat'"
+        ValueError, match=r"model\.chat_template must be a file NAME\.jinja or one of ours \(`chatml`, .*'chat'"
     ):
         load_reader(Model(path="tiny:glm4v", chat_template="chat"), tmp_path)

@@ -51,7 +51,7 @@ class Model(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. `auto`: bfloat16 on a GPU, float32 on a CPU. The optimizer's master weights are always float32."""
     chat_template: str | None = None
-    """Chat template: a Jinja file, or the name of a template in `vlmrl/multimodal/templates`. Unset: the model's own."""
+    """Chat template: a file `NAME.jinja`, or the name of a template in `vlmrl/multimodal/templates`. Unset: the model's own."""
     max_image_pixels: int | None = None
     """Maximum pixels per image; larger images are scaled down. Unset: the limit of the model's image processor."""
     freeze: tuple[str, ...] = ()

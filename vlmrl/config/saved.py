@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +36,8 @@ class SavedRun:
 
     @property
     def model(self) -> Model:
-        """The model that it trained. Raises ValueError if another version of vlmrl has other settings.
-
-        A chat template is written into the exported model: somebody else's run must not name just any file of this machine.
-        """
-        model = from_plain(Model, self.settings["model"], "model")
-        template = Path(os.path.realpath(Path(model.chat_template or "").expanduser()))
-        is_template = not template.is_file() or template.suffix == ".jinja"
-        require(is_template, "model.chat_template", "a file NAME.jinja in a run's config.json", model.chat_template)
-        return model
+        """The model that it trained. Raises ValueError if another version of vlmrl has other settings."""
+        return from_plain(Model, self.settings["model"], "model")
 
     @property
     def seed(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -397,18 +398,23 @@ def prepare_layers(policy: Policy, train: Train, device: torch.device) -> None:
 
 
 def chat_template_text(name: str | None) -> str | None:
-    """The text of one of vlmrl's templates, by name, or of a file."""
+    """The text of one of vlmrl's templates, by name, or of a file ``NAME.jinja``.
+
+    It becomes a part of the saved and exported model: the settings of somebody else's run must not name just any file of this machine.
+    """
     if name is None:
         return None
     ours = TEMPLATES / f"{name}.jinja"
     try:
-        path = ours if ours.is_file() else resolve_path(name)
+        path = Path(os.path.realpath(ours if ours.is_file() else resolve_path(name)))
         if not path.is_file():
             raise ValueError(f"{path} is no regular file")
+        if path.suffix != ".jinja":
+            raise ValueError(f"{path} is not named NAME.jinja")
         return path.read_text()
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"model.chat_template must be a Jinja file or one of ours ({OUR_TEMPLATES}), but it is {name!r}: {error}"
+            f"model.chat_template must be a file NAME.jinja or one of ours ({OUR_TEMPLATES}), but it is {name!r}: {error}"
         ) from error
 
 
