@@ -247,7 +247,8 @@ def _excess(size: JsonSize) -> str:
     """The limit that a response exceeds, or ``""``: ``10000 objects``."""
     limits = [(size.bytes, MAX_ANSWER, "bytes"), (size.values, MAX_VALUES, "values")]
     limits += [(size.objects, MAX_OBJECTS, "objects"), (size.lines, MAX_LINES, "lines")]
-    limits += [(size.long_numbers, 0, f"numbers of more than {MAX_DIGITS} digits")]
+    if size.long_numbers:
+        return f"{MAX_DIGITS} digits in a number"
     return next((f"{most} {unit}" for count, most, unit in limits if count > most), "")
 
 
