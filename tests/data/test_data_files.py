@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import datasets as hf
 import pyarrow as pa
@@ -265,15 +266,31 @@ def test_a_metadata_file_may_list_several_images_of_a_row(tmp_path):
     assert [str(image).rpartition("/")[2] for image in task.images] == ["b.png", "a.png"]
 
 
-@pytest.mark.parametrize("name", ["Test", "VAL"])
-def test_images_to_evaluate_on_are_not_trained_on(tmp_path, name):
+def photos(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / name / "1.png")
+
+
+@pytest.mark.parametrize(("train", "other"), [("Train", "Test"), ("Train", "VAL"), ("Train_images", "Test_images")])
+def test_images_to_evaluate_on_are_not_trained_on(tmp_path, train, other):
     """The reader knows no splits in upper case: the images of both folders were the split train."""
-    for split in ("Train", name):
-        (tmp_path / split / "cat").mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / split / "cat" / "1.png")
-    with pytest.raises(ValueError, match=rf"has images of other splits in {name}, which would be trained on"):
+    photos(tmp_path, f"{train}/cat", f"{other}/cat")
+    with pytest.raises(ValueError, match=rf"has images of other splits in {other}/cat, which would be trained on"):
         load_rows(str(tmp_path), "train")
-    assert len(load_rows(str(tmp_path / "Train"), "train")) == len(load_rows(str(tmp_path / name), "train")) == 1
+    assert len(load_rows(str(tmp_path / train), "train")) == len(load_rows(str(tmp_path / other), "train")) == 1
+
+
+def test_a_class_of_images_may_be_called_as_a_split(tmp_path):
+    photos(tmp_path, "train/Dev", "train/Sales", "test/Dev")
+    assert load_rows(str(tmp_path), "train").column("answer") == ["Dev", "Sales"]
+
+
+def test_empty_columns_and_lines_of_csv_are_left_out(tmp_path):
+    """Spreadsheets write them."""
+    (tmp_path / "a.csv").write_text("\n,,\nprompt,answer,,\na,1,,\n\nb,,\nc,3,,,\n")
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}, {"prompt": "c", "answer": "3"}]
+    assert list(load_rows(str(tmp_path / "a.csv"), "train")) == rows
 
 
 def test_a_log_has_no_progress_bar_of_the_reader(tmp_path, capfd):
@@ -314,9 +331,9 @@ def test_the_files_of_a_csv_folder_give_each_other_no_types(tmp_path):
     ("written", "message"),
     [
         (b"prompt,answer\na,1\nb,1,000\n", r"line 3 is not CSV \(it has 3 cells for 2 columns"),
-        (b"prompt,prompt\na,1\n", r"line 1 is not CSV \(two columns have one name"),
-        (b'prompt\na\n"b\n', r"line 3 is not CSV \(unexpected end of data"),
-        (b"prompt\ncaf\xe9\n", r"is not CSV \('utf-8'"),
+        (b"prompt,prompt\na,1\n", r"line 1 is not CSV \(several columns are called prompt\)"),
+        (b'prompt\na\n"b\nc\n', r"line 3 is not CSV \(unexpected end of data"),
+        (b"prompt\ncaf\xe9\n", r"is not UTF-8 \('utf-8'.*: save it as UTF-8"),
         (b"prompt\n", r"is empty"),
     ],
 )
@@ -352,7 +369,7 @@ def test_files_of_several_formats_are_refused(tmp_path):
     (tmp_path / "a.json").write_text('{"prompt": "a"}')
     (tmp_path / "b.jsonl").write_text('{"prompt": "b"}')
     with pytest.raises(
-        ValueError, match=r"has files of several formats for the split 'train', a\.json, b\.jsonl: name one"
+        ValueError, match=r"has files of several formats for the split 'train', such as b\.jsonl, a\.json: move"
     ):
         load_rows(str(tmp_path), "train")
 

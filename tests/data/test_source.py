@@ -728,6 +728,8 @@ def test_images_that_no_prompt_shows_are_warned_of(tmp_path):
     assert warning.startswith("column 'image' holds images that no prompt shows: map it to images with data.columns")
     assert not load_tasks(Data(path, columns={"images": "image"})).warnings
     shown = [{"prompt": "x", "images": [], "image": "a.png"}, {"prompt": "x", "image": "none"}]
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x"}]
+    shown.append({"prompt": [{"role": "user", "content": parts}], "image": "a.png"})
     assert not any(load_tasks(Data(str(jsonl(tmp_path / "b.jsonl", [row])))).warnings for row in shown)
 
 
@@ -739,12 +741,19 @@ def test_rows_to_evaluate_on_need_the_columns_of_those_to_train_on(tmp_path, mis
     other = {{"answer": "label", "images": "image"}[missing] if name == missing else name: row[name] for name in row}
     held_out = str(jsonl(tmp_path / "b.jsonl", [other]))
     part = {"one": Part(data=Data(path), eval_data=EvalData(held_out))}
-    match = rf"eval\.data\.path must be a dataset with the column '{missing}', as data has for '{missing}': .*b\.jsonl'"
+    match = rf"eval\.data\.path must be a dataset with a column '{missing}' for {missing}, .*b\.jsonl' has prompt, "
     with pytest.raises(ValueError, match=match):
         load_run_tasks(Config(data=Data(path), eval=Eval(data=EvalData(held_out)), reward=len))
     with pytest.raises(ValueError, match=r"mixture\.one\.eval_data\.path must be"):
         load_run_tasks(Config(mixture=part, reward=len))
     _, tasks = load_run_tasks(Config(data=Data(held_out), eval=Eval(data=EvalData(path)), reward=len))
+    assert tasks is not None and len(tasks) == 1
+
+
+def test_tasks_without_images_may_be_evaluated_beside_some_with_images(tmp_path):
+    path = str(jsonl(tmp_path / "a.jsonl", [{"prompt": "What?", "answer": "x", "images": []}]))
+    held_out = str(jsonl(tmp_path / "b.jsonl", [{"prompt": "What?", "answer": "x"}]))
+    _, tasks = load_run_tasks(Config(data=Data(path), eval=Eval(data=EvalData(held_out)), reward=len))
     assert tasks is not None and len(tasks) == 1
 
 

@@ -328,7 +328,7 @@ def test_a_model_that_trained_on_needs_another_folder(collect, capsys, tmp_path)
     save_file({name: weight * 1.01 for name, weight in weights.items()}, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit, match="1"):
         collect(None, "--tasks", "2", "--model.path", model)
-    assert "collect.weights is now" in capsys.readouterr().err
+    assert "the weights of the model have changed since" in capsys.readouterr().err
     assert len(rows_of(folder)) == len((folder / "trajectories.jsonl").read_text().splitlines())
     # a folder of an earlier version, which has no hash
     settings = json.loads((folder / "config.json").read_text())

@@ -76,5 +76,7 @@ def test_a_loss_does_not_report_metrics_under_the_trainers_names(tmp_path):
     model = load_model(Model(path="tiny:qwen3_vl", device="cpu", dtype="float32"), tmp_path, seed=0)
     rows = [replace(each, advantage=1.0) for each in random_rows(model, 0)]
     spec = TrainerSpec(Algo(loss=reports), Optim(), total_steps=1, tokens_per_micro_batch=60)
-    with pytest.raises(ValueError, match=r"algo\.loss reports: the metrics \['loss', 'tokens'\] are the trainer's own"):
+    with pytest.raises(
+        ValueError, match=r"algo\.loss reports: metrics must not be called \['loss', 'tokens'\], as the trainer's are"
+    ):
         Trainer(model.policy, spec).step(rows)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ _TYPES = {str: "string", int: "int64", bool: "bool"}
 """Of columns of JSON and CSV files whose values are all of one of these types. Other columns are kept as JSON."""
 JSON = hf.Value("string", id="vlmrl.json")
 """The type of a column that keeps its values as JSON."""
+_TRAIN = {"train", "training"}
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test", "training", "testing", "eval", "evaluation"}
 
 
@@ -90,8 +92,11 @@ class Rows:
         return self._features.decode_column(self._table[name].to_pylist(), name)
 
     def first(self, name: str) -> Any:
-        """The first row's value of a column that is not nested."""
-        return self._features.decode_column(self._table[:1][name].to_pylist(), name)[0]
+        """The first row's value of a column that is not nested, or None if it cannot be read."""
+        try:
+            return self._features.decode_column(self._table[:1][name].to_pylist(), name)[0]
+        except UnicodeDecodeError:
+            return None
 
     def empty_texts(self, name: str) -> list[int]:
         """The rows whose text in this column is empty or blank."""
@@ -228,18 +233,9 @@ def _is_image_folder(folder: Path) -> bool:
 
 def _load_images(folder: Path, split: str) -> hf.Dataset:
     """A folder of images: the column ``images``, those of its metadata files, and else folders' names as ``answer``."""
-    folders = {name for _, names, _ in os.walk(folder) for name in names}
-    # The reader knows splits in lower case, and takes all images for ``train`` where no folder names one.
-    others = sorted(
-        name for name in folders if name != name.lower() and name.lower() in _SPLIT_NAMES - {"train", "training"}
-    )
-    if others and _base(split) == "train":
-        raise ValueError(
-            f"data.path {str(folder)!r} has images of other splits in {', '.join(others)}, which would be trained on: write the "
-            "names of these folders, and of those beside them, in lower case, or name the folder of one split."
-        )
     try:
         files = hf.load_dataset_builder("imagefolder", data_dir=str(folder)).config.data_files.get(_base(split), [])
+        _check_folders(folder, {os.path.relpath(Path(file).parent, folder) for file in files}, split)
         metadata = [Path(file) for file in files if Path(file).name in _METADATA]
         if metadata:
             return _rows_of_split({_base(split): _listed_images(metadata, _base(split))}, split)
@@ -253,6 +249,16 @@ def _load_images(folder: Path, split: str) -> hf.Dataset:
         answers = [label.names[number] for number in dataset["label"]]
         dataset = dataset.remove_columns("label").add_column("answer", answers)
     return dataset
+
+
+def _check_folders(folder: Path, found: set[str], split: str) -> None:
+    """Raises ValueError if images of ``train`` are in folders of other splits: the reader knows ``test``, and not ``Test``."""
+    others = sorted(name for name in found if (words := _words(name)) & _SPLIT_NAMES - _TRAIN and not words & _TRAIN)
+    if others and _base(split) == "train":
+        raise ValueError(
+            f"it has images of other splits in {', '.join(others[:10])}, which would be trained on: call its folders train, "
+            "validation and test, or name the folder of one split"
+        )
 
 
 def _listed_images(metadata: list[Path], split: str) -> hf.Dataset:
@@ -388,45 +394,66 @@ def _json_row(value: Any) -> dict[str, Any]:
 
 
 def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file of comma-separated values, which are all texts; an empty cell is None.
+    """The rows of a file of comma-separated values, which are all texts; an empty cell is None. Columns without a name are left out.
 
     Raises ValueError, with the file and the line, for what does not fit the first line, which has the columns' names.
     """
     csv.field_size_limit(2**31 - 1)  # for all of this process: a cell may be an image in base64
+    names: list[str] = []
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, strict=True)
+        start = 1
         try:
-            names = next(lines, [])
-            if len(set(names)) < len(names):
-                raise ValueError(f"two columns have one name: {', '.join(names)}")
-            for cells in filter(None, lines):
-                if len(cells) > len(names):
-                    raise ValueError(
-                        f"it has {len(cells)} cells for {len(names)} columns: put cells with commas in quotation marks"
-                    )
-                yield dict(zip_longest(names, (cell or None for cell in cells)))
+            for cells in lines:
+                if names and cells:
+                    yield _csv_row(names, cells)
+                elif not names:
+                    names = _csv_names(cells)
+                start = lines.line_num + 1
+        except UnicodeDecodeError as error:  # the file is decoded in blocks, so that the line is not known
+            raise ValueError(f"data.path cannot be read: {path} is not UTF-8 ({error}): save it as UTF-8.") from None
         except (ValueError, csv.Error) as error:
-            raise ValueError(f"data.path cannot be read: {path}, line {lines.line_num} is not CSV ({error})") from None
+            raise ValueError(f"data.path cannot be read: {path}, line {start} is not CSV ({error})") from None
+
+
+def _csv_names(cells: list[str]) -> list[str]:
+    twice = [name for name, count in Counter(filter(None, cells)).items() if count > 1]
+    if twice:
+        raise ValueError(f"several columns are called {', '.join(twice)}")
+    return cells if any(cells) else []
+
+
+def _csv_row(names: list[str], cells: list[str]) -> dict[str, Any]:
+    if any(cells[len(names) :]):
+        has = f"it has {len(cells)} cells for {len(names)} columns"
+        raise ValueError(f"{has}: separate cells by commas, and put those that have commas in quotation marks")
+    return {name: cell or None for name, cell in zip_longest(names, cells[: len(names)]) if name}
 
 
 _READERS = {"json": _json_rows, "csv": _csv_rows}
+
+
+def _words(path: str) -> set[str]:
+    return set(re.split(r"[-_./]", path.lower()))
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     """The files whose names contain the split's name as a word. For ``train``, all files if none names any split."""
     visible = [path for path in folder.rglob("*") if not any(part[0] == "." for part in path.relative_to(folder).parts)]
     files = sorted(path for path in visible if path.suffix in FORMATS)
-    words = {file: set(re.split(r"[-_./]", str(file.relative_to(folder)).lower())) for file in files}
+    words = {file: _words(str(file.relative_to(folder))) for file in files}
     named = [file for file in files if _base(split).lower() in words[file]]
     if not named and _base(split) == "train" and not any(words[file] & _SPLIT_NAMES for file in files):
         named = files
-    has = ", ".join(str(file.relative_to(folder)) for file in (named or files)[:10]) or f"no {', '.join(FORMATS)} file"
     if not named:
-        raise ValueError(f"data.split {split!r} names no file in {folder}, which has: {has}")
-    if len({file.suffix for file in named}) > 1:
+        has = ", ".join(str(file.relative_to(folder)) for file in files[:10]) or f"no {', '.join(FORMATS)} file"
         raise ValueError(
-            f"data.path {str(folder)!r} has files of several formats for the split {split!r}, {has}: name one of them."
+            f"data.split {split!r} names no file in {folder}, which has: {has}. Set it to a word of the files' names, or name a file."
         )
+    first = {file.suffix: str(file.relative_to(folder)) for file in reversed(named)}
+    if len(first) > 1:
+        has = f"data.path {str(folder)!r} has files of several formats for the split {split!r}, such as {', '.join(first.values())}"
+        raise ValueError(f"{has}: move those of other formats elsewhere, or name a file.")
     return named
 
 

@@ -9,10 +9,9 @@ from itertools import chain
 from typing import Any
 
 from vlmrl.config import Config, Data, EvalData
-from vlmrl.config.checks import check_unread
-from vlmrl.data.source import TaskSource, load_split
+from vlmrl.config.checks import check_unread, refuse_if
+from vlmrl.data.source import TaskSource, holds_images, load_split
 from vlmrl.types import Task
-from vlmrl.utils.require import require
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,12 @@ def _load(data: Data, eval_data: EvalData, part: str = "") -> tuple[TaskSource, 
         tasks = replace(tasks, warnings=[*tasks.warnings, warning])
     other = load_split(read, part)[0]
     for field, column in tasks.columns.items() if eval_data.path is not None else ():
-        rule = f"a dataset with the column {column!r}, as data has for {field!r}: rename its column, or add one"
-        require(field in other.columns, f"{name}.path", rule, eval_data.path)
+        # Tasks without images may be evaluated, too, if no column has them under another name.
+        is_read = field in other.columns or (field == "images" and not any(map(holds_images, other.names)))
+        has = f"but {eval_data.path!r} has {', '.join(other.names)}: rename its column"
+        refuse_if(
+            not is_read, f"{name}.path must be a dataset with a column {column!r} for {field}, as that of data, {has}."
+        )
     return tasks, other
 
 

@@ -44,6 +44,8 @@ class TaskSource:
     """What is suspicious in the rows, such as empty answers."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """The columns of a dataset's ``images`` and ``answer``, as far as it has them."""
+    names: Sequence[str] = ()
+    """All columns of a dataset."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -118,8 +120,6 @@ def task_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big") >> 1
 
 
-IMAGE_NAMES = ("image", "img", "picture", "photo")
-"""How columns are called that hold images."""
 EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains the answer"}
 """What it means that a row has no prompt, or no answer."""
 
@@ -163,7 +163,8 @@ def _dataset(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
             return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
 
     found = _source(data, make, label, list(_warnings(rows, columns)))
-    return replace(found, columns={name: columns[name] for name in ("images", "answer") if name in columns}), ids
+    read = {name: column for name, column in columns.items() if name in ("images", "answer")}
+    return replace(found, columns=read, names=tuple(rows.columns)), ids
 
 
 def _source(
@@ -177,7 +178,7 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
         empty = rows.empty_texts(columns[key]) if columns.get(key) in rows.columns else []
         if empty:
             yield empty_warning(key, f"column {columns[key]!r}", empty)
-    if "images" not in columns and (other := _unshown_images(rows)):
+    if "images" not in columns and (other := _unshown_images(rows, columns.get("prompt"))):
         yield f"column {other!r} holds images that no prompt shows: map it to images with data.columns, unless the env reads it"
     name = columns.get("answer")
     if name in rows.columns and (whole := rows.whole_floats(name)):
@@ -187,10 +188,20 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
         )
 
 
-def _unshown_images(rows: Rows) -> str | None:
-    """The first column that is called as those of images are, and whose first cell is an encoded image or the path of one."""
-    for name in rows.columns:
-        value = rows.first(name) if name.lower().startswith(IMAGE_NAMES) and "." not in name else None
+def holds_images(column: str) -> bool:
+    """Whether a column is called as those that hold images are."""
+    return column.lower().startswith(("image", "img", "picture", "photo"))
+
+
+def _unshown_images(rows: Rows, prompt: str | None) -> str | None:
+    """The first column that is called as those of images are, and whose first cell is an encoded image or the path of one.
+
+    None where prompts are conversations, which may have images of their own.
+    """
+    if prompt in rows.columns and "." not in prompt and not isinstance(rows.first(prompt), str):
+        return None
+    for name in filter(holds_images, rows.columns):
+        value = rows.first(name) if "." not in name else None
         value = next(iter(value), None) if isinstance(value, list) else value
         is_path = isinstance(value, str) and Path(value).suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")
         if is_path or (isinstance(value, dict) and {"bytes", "path"} <= value.keys()):
@@ -313,7 +324,7 @@ def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, r
 
 def _check_marks(where: str, prompt: list[Message], row: Row) -> None:
     """Raises ValueError for a mark in a row without ``images`` and without images in its prompt, whose images have another name."""
-    other = next((name for name in row if name.lower().startswith(IMAGE_NAMES)), None)
+    other = next(filter(holds_images, row), None)
     if other is None or any(image_parts(message) for message in prompt):
         return
     if any(message["role"] == "user" and MARK in message["content"] for message in prompt):

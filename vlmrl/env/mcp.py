@@ -96,8 +96,8 @@ class McpEnv(ToolEnv):
         self._client = await opened
         try:
             listed = await self._list_tools()
-        except ValueError as error:
-            raise RuntimeError(f"MCP server {self.server}: its tools: {_reason(error)}") from error
+        except Exception as error:
+            raise self._failure(", its tools", error) from error
         own = set(map(tool_name, type(self).tools))
         offered = [schema for schema in listed if tool_name(schema) not in own]
         served = [schema for schema in offered if self.allowed is None or tool_name(schema) in self.allowed]
@@ -130,7 +130,7 @@ class McpEnv(ToolEnv):
                 await self._closing.wait()
         except Exception as error:
             if not opened.done():
-                opened.set_exception(RuntimeError(f"MCP server {self.server}: {_reason(error)}{self._where_to_look()}"))
+                opened.set_exception(self._failure("", error))
 
     @asynccontextmanager
     async def _open_client(self) -> AsyncIterator[Any]:
@@ -152,8 +152,10 @@ class McpEnv(ToolEnv):
             finally:
                 await asyncio.to_thread(kill_marked, self._mark)  # what a tool, such as a shell, left running
 
-    def _where_to_look(self) -> str:
-        return f"; the server's stderr is in {self.server_log}" if self.server_log else ""
+    def _failure(self, where: str, error: Exception) -> RuntimeError:
+        """The error of a request: by its limit, since the client does not report why a response was refused."""
+        log = f"; the server's stderr is in {self.server_log}" if self.server_log else ""
+        return RuntimeError(f"MCP server {self.server}{where}: {self._refused or _reason(error)}{log}")
 
     async def _list_tools(self) -> list[Schema]:
         schemas, page = [], await self._client.list_tools()
@@ -164,7 +166,7 @@ class McpEnv(ToolEnv):
             if not page.next_cursor:
                 return schemas
             page = await self._client.list_tools(cursor=page.next_cursor)
-        raise RuntimeError(f"MCP server {self.server} has more than {MAX_TOOLS} tools, or pages of them.")
+        raise RuntimeError(f"it has more than {MAX_TOOLS} tools, or pages of them")
 
     async def _call_tool(self, name: str, /, **arguments: Any) -> Any:
         self._refused = ""
@@ -175,8 +177,7 @@ class McpEnv(ToolEnv):
             text = str(getattr(error, "message", ""))
             if getattr(error, "code", None) == INVALID_PARAMS and len(text) <= MAX_TEXT:
                 raise ValueError(text or "the arguments are invalid.") from error
-            reason = f"{self._refused or _reason(error)}{self._where_to_look()}"
-            raise RuntimeError(f"MCP server {self.server}, tool {name}: {reason}") from error
+            raise self._failure(f", tool {name}", error) from error
         if result.is_error:
             texts = [content] if isinstance(content, str) else [item for item in content if isinstance(item, str)]
             raise ValueError("\n".join(texts) or "the tool failed.")
@@ -321,6 +322,6 @@ def _reason(error: Any) -> str:
         error = error.exceptions[0]
     if not hasattr(error, "error_count"):
         return f"{type(error).__name__}: {error}"
-    # Pydantic's: its text would be made of what the server sent, once for each line, which holds the interpreter for seconds.
+    # The text of an error of Pydantic copies the server's answer many times, which blocks all episodes for seconds.
     first = error.errors(include_url=False, include_context=False, include_input=False)[:3]
     return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in first)

@@ -88,8 +88,8 @@ async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool])
 
 
 def is_readable(text: bytes) -> bool:
-    """Whether a text is a message, or too short to matter: of one that is none the client's parser makes an error that has copies of
-    it, and a text of them, which holds the interpreter for seconds."""
+    """Whether a text is a message of the protocol. Short texts count as such: the client's own error for an invalid message copies the
+    message many times, which blocks all episodes for seconds if it is long."""
     if len(text) <= LONG_TEXT:
         return True
     try:

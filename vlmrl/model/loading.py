@@ -264,10 +264,9 @@ def load_reader(config: Model, cache_dir: Path) -> Reader:
         chat_template=chat_template_text(config.chat_template),
         stop_ids=_stop_ids(path),
     )
+    processor = family.load_processor(path)
     video_processor = load_video_processor(path) if family.vision else None
-    return Reader(
-        renderer, tokenizer, family.load_processor(path), video_processor, config.max_image_pixels, path, family
-    )
+    return Reader(renderer, tokenizer, processor, video_processor, config.max_image_pixels, path, family)
 
 
 def image_processor_of(config: Model, cache_dir: Path) -> Any:
@@ -410,7 +409,7 @@ def chat_template_text(name: str | None) -> str | None:
         if not path.is_file():
             raise ValueError(f"{path} is no regular file")
         if path.suffix != ".jinja":
-            raise ValueError(f"{path} is not named NAME.jinja")
+            raise ValueError(f"{path} is not named NAME.jinja: copy it to such a file")
         return path.read_text()
     except (ValueError, OSError) as error:
         raise ValueError(

@@ -40,7 +40,7 @@ def check_config(path: str, config: Any) -> None:
 
 
 def check_tokenizer_files(path: str) -> None:
-    """Raises ValueError if the tokenizer of a model's folder is in a file elsewhere. The hub is not asked: it has none."""
+    """Raises ValueError if the tokenizer of a model's folder is in a file elsewhere. A model of the hub has no such file."""
     if not Path(path).is_dir():
         return
     named = _object(path, TOKENIZER_CONFIG_NAME).get("fast_tokenizer_files", [])
@@ -57,11 +57,11 @@ def load_video_processor(path: str) -> Any:
     """
     try:
         return AutoVideoProcessor.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ValueError(
             f"model.path {path!r}: its video processor, which is saved with the trained model, cannot be loaded: "
-            f"{str(error).splitlines()[0]:.200}. Correct its video_preprocessor_config.json; without one, preprocessor_config.json "
-            "is read."
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200} Correct its processor_config.json, or its "
+            "video_preprocessor_config.json or preprocessor_config.json without one."
         ) from error
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from vlmrl.config import Config
 from vlmrl.config.collection import Collection
 from vlmrl.data.stream import Draw
@@ -95,13 +97,13 @@ def _collect(run: Playing, folder: Path, collection: Collection, model: str, pro
 
 
 def _weights(run: Playing) -> dict[str, str]:
-    """A hash of numbers of each weight, of which a run that trained on has others. Empty where this process has no weights."""
+    """A hash of a sample of each weight, which training changes; the same in every dtype. Empty where this process has no weights."""
     if not isinstance(run, Run) or run.model.is_on_meta:
         return {}
     hasher = hashlib.blake2b(digest_size=8)
     for weight in run.model.policy.parameters():
         some = weight.detach().flatten()[:: max(1, weight.numel() // 4096)]
-        hasher.update(some.float().cpu().numpy().tobytes())
+        hasher.update(some.bfloat16().cpu().view(torch.int16).numpy().tobytes())
     return {"weights": hasher.hexdigest()}
 
 
@@ -113,9 +115,11 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
     if None in changed.get("collect.weights", ()):  # of an earlier version, or of servers
         del changed["collect.weights"]
     if changed:
+        retrained = ["  the weights of the model have changed since"] * bool(changed.pop("collect.weights", None))
         lines = [f"  {name} is now {new!r:.80}, and was {old!r:.80}" for name, (old, new) in sorted(changed.items())]
         raise ValueError(
-            f"{folder} has episodes under other settings: name another folder with --out.\n" + "\n".join(lines)
+            f"{folder} has episodes under other settings: name another folder with --out.\n"
+            + "\n".join(retrained + lines)
         )
 
 

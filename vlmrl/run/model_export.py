@@ -54,8 +54,8 @@ def _found_in(source: Path, adapters: bool) -> Path:
     real, folder = Path(os.path.realpath(newest)), Path(os.path.realpath(source))
     if real != folder / newest.relative_to(source):
         raise ValueError(
-            f"{newest} must be a folder of the run, but a link leads from there to {real}, whose files would be published: name that "
-            "folder, if you mean it."
+            f"{newest} must be a folder of the run, but a link leads from there to {real}, whose files would be published: export "
+            f"{newest} itself, if you mean it."
         )
     return newest
 

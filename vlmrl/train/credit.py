@@ -12,8 +12,7 @@ import torch
 from vlmrl.algos import choose, is_per_token
 from vlmrl.algos.filters import soft_overlong_penalty
 from vlmrl.config import Algo, Config
-from vlmrl.config.fields import short_name
-from vlmrl.train.token_credit import assign_by_token, checked, trained
+from vlmrl.train.token_credit import assign_by_token, checked, checked_turns, trained
 from vlmrl.train.turn_states import places_of, rewards_by_place, states_by_place
 from vlmrl.types import Sample, Trajectory
 
@@ -95,14 +94,7 @@ def _advantages_by_turn(trajectories: Sequence[Trajectory], algo: Algo) -> dict[
     def compare(values: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
         return checked(choose(algo, "advantage")(values, groups), values, algo)
 
-    found = choose(algo, "credit")(rewards, states, group_ids, compare)
-    turns, given = ([len(row) for row in rows] for rows in (rewards, found))
-    if given != turns:
-        raise ValueError(
-            f"algo.credit {short_name(algo.credit)} must return rows of {turns} turns, as its rewards have, but they have {given}."
-        )
-    values, paid = (torch.tensor([value for row in rows for value in row]) for rows in (found, rewards))
-    checked(values, paid, algo)
+    found = checked_turns(choose(algo, "credit")(rewards, states, group_ids, compare), rewards, algo)
     return {
         (trajectory.id, number): row[place]
         for trajectory, row, own in zip(trajectories, found, places, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -59,13 +60,29 @@ def checked(advantages: torch.Tensor, rewards: torch.Tensor, algo: Algo) -> torc
     name = short_name(algo.advantage)
     is_tensor = isinstance(advantages, torch.Tensor)
     if not is_tensor or advantages.shape != rewards.shape:
-        given = list(advantages.shape) if is_tensor else advantages
-        raise ValueError(
-            f"algo.advantage {name} must return a tensor of the rewards' shape, {list(rewards.shape)}, but it is {given!r}."
-        )
+        given = f"one of shape {list(advantages.shape)}" if is_tensor else f"a {type(advantages).__name__}"
+        rule = f"a tensor of the rewards' shape {list(rewards.shape)}"
+        raise ValueError(f"algo.advantage {name} must return {rule}, but it returned {given}.")
     if not bool(advantages.isfinite().all()):
         raise ValueError(
             f"algo.advantage {name} must give finite advantages, but one is not, for rewards from {float(rewards.min())} to "
             f"{float(rewards.max())}: give rewards of moderate size."
         )
+    return advantages
+
+
+def checked_turns(
+    advantages: Sequence[Sequence[float]], rewards: Sequence[Sequence[float]], algo: Algo
+) -> Sequence[Sequence[float]]:
+    """The advantages of turns. Raises ValueError unless there is a finite one for each reward of a turn."""
+    name = f"algo.credit {short_name(algo.credit)}"
+    try:
+        fits = [len(row) for row in advantages] == [len(row) for row in rewards]
+    except TypeError:  # of what is no list of lists
+        fits = False
+    if not fits:
+        rule = "a list for each trajectory, of a number for each turn"
+        raise ValueError(f"{name} must return {rule}, but it returned {advantages!r:.200}.")
+    if not all(math.isfinite(value) for row in advantages for value in row):
+        raise ValueError(f"{name} must give finite advantages, but one is not: give rewards of moderate size.")
     return advantages

@@ -62,7 +62,7 @@ from vlmrl.utils.host_memory import HostMemory
 
 Scorer = Callable[..., TokenScores]
 """Of a micro-batch and a temperature, as :class:`Policy` is."""
-OWN_METRICS = {"loss", "tokens", "entropy", "kl", "lr", "grad_norm", "row_tokens", "shared_tokens"}
+OWN_METRICS = {"loss", "tokens", "entropy", "lr", "grad_norm", "row_tokens", "shared_tokens"}
 """Metrics of the trainer, whose names a loss may not give to others."""
 
 
@@ -270,7 +270,7 @@ class Trainer:
             raise ValueError(f"algo.loss {short_name(algo.loss)}: per_token must have the shape of logprobs, {shapes}.")
         if taken := sorted(OWN_METRICS & outputs.metrics.keys()):
             raise ValueError(
-                f"algo.loss {short_name(algo.loss)}: the metrics {taken} are the trainer's own: rename those of the loss."
+                f"algo.loss {short_name(algo.loss)}: metrics must not be called {taken}, as the trainer's are."
             )
         per_token_loss, metrics = outputs.per_token, {**outputs.metrics, "entropy": scores.entropy}
         probabilities = (before, inputs.rollout_logprobs, inputs.loss_mask)

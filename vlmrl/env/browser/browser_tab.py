@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ MAX_DIALOGS = 10  # of one observation; later ones are dismissed, which ends `wh
 MOST_DIALOGS = 100  # of one observation; a page with more of them waits for an answer until the call's deadline
 ERROR_PAGE = "chrome-error:"
 """After a dead link, and where the page's own server redirects to an address that is blocked."""
-SETTLE_SECONDS = 2.0  # for requests of the page after an action
+SETTLE_SECONDS = 3.0  # for requests of the page after an action, and for one request: a stream's has no end
 NO_BODIES = {"maxTotalBufferSize": 0, "maxResourceBufferSize": 0}  # Chromium keeps none for us
 CAPTURES = 5  # of one screenshot: Chromium refuses some without a reason and gives the same ones 0.1 s later
 
@@ -60,7 +61,7 @@ class BrowserTab:
         self._place = ""
         self._loaded = ""  # the address, as the page has it, of what `open` has loaded
         self._session = session  # of the Chrome DevTools protocol
-        self._pending: set[str] = set()  # the ids of requests that have neither ended nor failed
+        self._pending: dict[str, float] = {}  # requests that have neither ended nor failed, and when they began
 
     @classmethod
     async def new(cls, handle: Any, kind: TabKind, seconds: float) -> BrowserTab:
@@ -93,7 +94,7 @@ class BrowserTab:
         # Playwright's own event of a request comes later, once it is intercepted: screenshots lacked images that styles name.
         session.on("Network.requestWillBeSent", tab._on_request)
         for ended in ("Network.loadingFinished", "Network.loadingFailed"):
-            session.on(ended, lambda event: tab._pending.discard(event["requestId"]))
+            session.on(ended, lambda event: tab._pending.pop(event["requestId"], None))
         return tab
 
     async def open(self, url: str, seed: int, place: str, reload: bool) -> None:
@@ -121,7 +122,7 @@ class BrowserTab:
         self._pointer = (self.kind.width / 2, self.kind.height / 2)
 
     async def advance(self, seconds: float) -> None:
-        """Let page time pass in all frames, then wait until what the page requested is loaded, or 2 s have passed."""
+        """Let page time pass in all frames, then wait until what the page requested is loaded, for some seconds at most."""
         await self.evaluate("0")  # a click's navigation has begun
         await self._page.wait_for_load_state("load")
         for frame in self._page.frames:
@@ -137,14 +138,17 @@ class BrowserTab:
         await self._settle()
         if self._page.url.startswith(ERROR_PAGE):
             await self._page.go_back()
+        if self._page.url.startswith(ERROR_PAGE):  # it took the place of the episode's first page
+            await self._page.goto(self._loaded)
 
     async def _settle(self) -> None:
-        """Wait until what the page requested is loaded, or 2 s have passed."""
+        """Wait until what the page requested within the last seconds is loaded, for at most as long."""
         await self._session.send("Page.getLayoutMetrics")  # the layout requests the images that styles name
-        until = asyncio.get_running_loop().time() + SETTLE_SECONDS
-        while self._pending and asyncio.get_running_loop().time() < until:
+        until = time.monotonic() + SETTLE_SECONDS
+        while (now := time.monotonic()) < until and any(
+            now - begun < SETTLE_SECONDS for begun in self._pending.values()
+        ):
             await asyncio.sleep(0.005)
-        self._pending.clear()  # of a stream, or of a document that is gone, no end comes
 
     async def evaluate(self, expression: str, argument: Any = None) -> Any:
         return await self._evaluate(self._page, expression, argument)
@@ -233,7 +237,7 @@ class BrowserTab:
 
     def _on_request(self, event: Any) -> None:
         if event["loaderId"]:  # a worker's script has none, and no event says that it is loaded
-            self._pending.add(event["requestId"])
+            self._pending.setdefault(event["requestId"], time.monotonic())
 
     async def _block(self, route: Any) -> None:
         self.blocked += 1
