@@ -212,7 +212,7 @@ def test_rows_are_objects_or_texts_in_lines_or_in_a_list(tmp_path, written, mark
 
 def test_a_row_of_parquet_that_is_not_utf_8_is_a_bad_row(tmp_path):
     texts = pa.array([b"caf\xe9", b"b"]).view(pa.string())
-    pq.write_table(pa.table({"prompt": texts, "answer": texts}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"prompt": texts, "answer": texts, "image": texts}), tmp_path / "a.parquet")
     tasks = load_tasks(Data(str(tmp_path / "a.parquet")))
     with pytest.raises(ValueError, match=r"row 0 of .*a\.parquet.*UnicodeDecodeError"):
         tasks[0]

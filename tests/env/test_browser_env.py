@@ -267,7 +267,8 @@ def test_the_first_screenshot_has_the_images_that_the_episodes_start_requested()
         asyncio.run(main())
 
 
-def test_a_link_that_the_server_redirects_elsewhere_leads_back(tmp_path):
+@pytest.mark.parametrize("leave", ["", "onclick='location.replace(this.href); return false'"])
+def test_a_link_that_the_server_redirects_elsewhere_leads_back(leave):
     """Chromium's error page has no element that a reward script names: such a script failed the trajectory."""
 
     async def app(scope, receive, send):
@@ -275,9 +276,8 @@ def test_a_link_that_the_server_redirects_elsewhere_leads_back(tmp_path):
         status = 302 if scope["path"] == "/elsewhere" else 200
         await send({"type": "http.response.start", "status": status, "headers": headers})
         style = "position:absolute;left:0;top:0;width:200px;height:100px"
-        await send(
-            {"type": "http.response.body", "body": f"<a id=link href=elsewhere style='{style}'>link</a>".encode()}
-        )
+        link = f"""<a id=link href=elsewhere style="{style}" {leave.replace("'", '"')}>link</a>"""
+        await send({"type": "http.response.body", "body": link.encode()})
 
     async def main():
         site = type("Site", (BrowserEnv,), {"page": f"{url}/", "reward_script": "link.innerText === 'done' ? 1 : null"})

@@ -20,6 +20,7 @@ MOST_DIALOGS = 100  # of one observation; a page with more of them waits for an 
 ERROR_PAGE = "chrome-error:"
 """After a dead link, and where the page's own server redirects to an address that is blocked."""
 SETTLE_SECONDS = 3.0  # for requests of the page after an action, and for one request: a stream's has no end
+FORGET_HISTORY = "Page.resetNavigationHistory"
 NO_BODIES = {"maxTotalBufferSize": 0, "maxResourceBufferSize": 0}  # Chromium keeps none for us
 CAPTURES = 5  # of one screenshot: Chromium refuses some without a reason and gives the same ones 0.1 s later
 
@@ -118,7 +119,7 @@ class BrowserTab:
         else:
             await self.evaluate("(seed) => window.vlmrlRestart(seed)", seed)
         # `history.back()` would lead to a blank page, or to one of the tab's earlier episodes.
-        await self._session.send("Page.resetNavigationHistory")
+        await self._session.send(FORGET_HISTORY)
         self._pointer = (self.kind.width / 2, self.kind.height / 2)
 
     async def advance(self, seconds: float) -> None:
@@ -140,6 +141,7 @@ class BrowserTab:
             await self._page.go_back()
         if self._page.url.startswith(ERROR_PAGE):  # it took the place of the episode's first page
             await self._page.goto(self._loaded)
+            await self._session.send(FORGET_HISTORY)
 
     async def _settle(self) -> None:
         """Wait until what the page requested within the last seconds is loaded, for at most as long."""
