@@ -15,12 +15,11 @@ from typing import Any
 import datasets as hf
 
 from vlmrl.config.code import local_data, places
-from vlmrl.data.row_images import json_as_written
+from vlmrl.data.row_images import IMAGE_SUFFIXES, json_as_written
 from vlmrl.data.text_rows import JSON, load_texts, reader_errors
 from vlmrl.utils.json_files import read_object
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
 _TRAIN = {"train", "training"}
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test", "training", "testing", "eval", "evaluation"}
@@ -221,7 +220,7 @@ def _is_image_folder(folder: Path) -> bool:
     """Whether ``folder`` holds images that no data file lists, or that a metadata file of ``imagefolder`` lists."""
     names = {path.name for path in folder.rglob("*")}
     suffixes = {Path(name).suffix.lower() for name in names}
-    return bool(suffixes & IMAGES) and (bool(names & _METADATA) or not suffixes & set(FORMATS))
+    return bool(suffixes & IMAGE_SUFFIXES) and (bool(names & _METADATA) or not suffixes & set(FORMATS))
 
 
 def _load_images(folder: Path, split: str) -> hf.Dataset:

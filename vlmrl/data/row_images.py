@@ -23,6 +23,7 @@ from vlmrl.types import ImageSource, Message
 
 MARK = "<image>"
 PLAIN_MARK = "For a mark that is plain text, give the prompt as messages with a list of parts, where marks are not read"
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
 
 

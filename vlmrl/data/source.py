@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmrl.config import Data
 from vlmrl.config.code import local_data, resolve_function
-from vlmrl.data.row_images import MARK, PLAIN_MARK, RowImages, image_parts
+from vlmrl.data.row_images import IMAGE_SUFFIXES, MARK, PLAIN_MARK, RowImages, image_parts
 from vlmrl.types import Message, Task
 from vlmrl.utils.require import require
 from vlmrl.utils.users_line import describe_error
@@ -203,7 +203,7 @@ def _unshown_images(rows: Rows, prompt: str | None) -> str | None:
     for name in filter(holds_images, rows.columns):
         value = rows.first(name) if "." not in name else None
         value = next(iter(value), None) if isinstance(value, list) else value
-        is_path = isinstance(value, str) and Path(value).suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")
+        is_path = isinstance(value, str) and Path(value).suffix.lower() in IMAGE_SUFFIXES
         if is_path or (isinstance(value, dict) and {"bytes", "path"} <= value.keys()):
             return name
     return None

@@ -153,7 +153,7 @@ class McpEnv(ToolEnv):
                 await asyncio.to_thread(kill_marked, self._mark)  # what a tool, such as a shell, left running
 
     def _failure(self, where: str, error: Exception) -> RuntimeError:
-        """The error of a request: by its limit, since the client does not report why a response was refused."""
+        """The error of a request. It names the limit that a response exceeded, which the client does not report."""
         log = f"; the server's stderr is in {self.server_log}" if self.server_log else ""
         return RuntimeError(f"MCP server {self.server}{where}: {self._refused or _reason(error)}{log}")
 

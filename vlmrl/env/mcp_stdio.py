@@ -88,8 +88,10 @@ async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool])
 
 
 def is_readable(text: bytes) -> bool:
-    """Whether a text is a message of the protocol. Short texts count as such: the client's own error for an invalid message copies the
-    message many times, which blocks all episodes for seconds if it is long."""
+    """Whether a text is a message of the protocol. Short texts are not checked here, since the client checks each message.
+
+    Its error for an invalid message copies the message many times, which blocks all episodes for seconds if the message is long.
+    """
     if len(text) <= LONG_TEXT:
         return True
     try:

@@ -58,9 +58,10 @@ def load_video_processor(path: str) -> Any:
     try:
         return AutoVideoProcessor.from_pretrained(path, trust_remote_code=False)
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(
             f"model.path {path!r}: its video processor, which is saved with the trained model, cannot be loaded: "
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200} Correct its processor_config.json, or its "
+            f"{cause:.200} Correct its processor_config.json, or its "
             "video_preprocessor_config.json or preprocessor_config.json without one."
         ) from error
 
