@@ -9,6 +9,7 @@ import pytest
 from testing.fake_api import fake_api
 
 from vlmrl.cli import main as cli
+from vlmrl.run import eval_program as program
 
 pytestmark = pytest.mark.slow
 
@@ -85,8 +86,28 @@ def test_the_results_of_a_model_stay_if_a_later_one_fails(folder, tmp_path, caps
     options = ["--models", folder / "runs/say/model", broken, "--out", out]
     with pytest.raises((Exception, SystemExit)):
         vlmrl("eval", folder / "recipe.py", "--output-dir", tmp_path, *options)
-    (row,) = json.loads(out.read_text())["results"]
-    assert row["model"] == str(folder / "runs/say/model") and "pass@1" in capsys.readouterr().out
+    document, shown = json.loads(out.read_text()), " ".join(capsys.readouterr().out.split())
+    (row,) = document["results"]
+    assert row["model"] == str(folder / "runs/say/model") and "pass@1" in shown
+    assert document["not_evaluated"] == [str(broken)] and "without those of" in shown
+
+
+def test_the_results_stay_if_the_pass_with_blanked_images_fails(folder, tmp_path, monkeypatch):
+    original = program.evaluate_run
+
+    async def fails_blanked(*args, label, **kwargs):
+        if label == "blanked":
+            raise OSError("the disk is full")
+        return await original(*args, label=label, **kwargs)
+
+    monkeypatch.setattr(program, "evaluate_run", fails_blanked)
+    model, out = folder / "runs/say/model", tmp_path / "results.json"
+    options = ["--models", model, "--eval.blank-images", "--out", out]
+    with pytest.raises((OSError, SystemExit)):
+        vlmrl("eval", folder / "recipe.py", "--output-dir", tmp_path, *options)
+    document = json.loads(out.read_text())
+    assert [row["blanked"] for row in document["results"]] == [False]
+    assert document["not_evaluated"] == [f"{model} (images blanked)"]
 
 
 def test_a_run_whose_folder_cannot_be_written_is_evaluated(folder, tmp_path, capsys):

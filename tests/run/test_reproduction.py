@@ -86,6 +86,16 @@ def test_an_error_stops_and_the_next_call_goes_on_there(tmp_path):
     assert commands.seen == [("train", "say-seed4"), ("eval", "say-seed4")]
 
 
+def test_an_evaluation_that_ended_between_its_passes_is_repeated(tmp_path):
+    commands = Commands()
+    reproduce(planned(tmp_path), commands, print)
+    evaluation = tmp_path / "say-seed4-evaluation.json"
+    evaluation.write_text(json.dumps(json.loads(evaluation.read_text()) | {"not_evaluated": ["say (images blanked)"]}))
+    commands.seen.clear()
+    reproduce(planned(tmp_path), commands, print)
+    assert commands.seen == [("eval", "say-seed4")]
+
+
 @pytest.mark.parametrize("status", [130, 143])
 def test_a_signal_ends_the_command_with_its_status_and_the_next_call_trains_on(tmp_path, status):
     """The stopped run has saved its weights: they are not evaluated as if they were trained to the end."""

@@ -20,7 +20,7 @@ from vlmrl.report.advisories import Observed, truncated
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.provenance import provenance
 from vlmrl.run.build import Run, build_run
-from vlmrl.run.eval_report import EvalRow, eval_document, print_report
+from vlmrl.run.eval_report import EvalRow, eval_document, print_report, row_name
 from vlmrl.run.evaluate import evaluate_run, require_held_out
 from vlmrl.run.playing import Playing, build_api_run
 from vlmrl.run.run_folder import newest_weights
@@ -34,32 +34,37 @@ def run_evaluation(
 ) -> None:
     """Evaluate the models that ``paths`` name, or that of ``config``, on the held-out tasks of ``config``, after that of an ``api``.
 
-    Prints tables. Writes the results to ``out``, and those of a run's model also to ``evaluations`` in the run's folder. If a model
-    fails, those before it are printed and written all the same.
+    Prints tables. Writes the results to ``out``, and those of a run's model also to ``evaluations`` in the run's folder. If an
+    evaluation fails, those before it are printed and written all the same, with the names of the rest as ``not_evaluated``.
     """
     require_held_out(config)
     models = resolve_eval_models(paths, config) if paths or api is None else []
     if out is not None:
         check_writable(out, "--out")
     progress, origin = RunProgress(), provenance()
+    names = [model.name for model in models]
+    if api is not None:
+        names.insert(0, f"{api.name} (API)" if api.name in names else api.name)
     rows: list[EvalRow] = []
     try:
         if api is not None:
-            rows += evaluate_api(config, api, progress, [model.name for model in models])
+            evaluate_api(config, api, names[0], progress, rows)
         for number, model in enumerate(models, start=1):
             if len(models) > 1:
                 progress.say(f"model {number} of {len(models)}: {model.name}")
             settings = replace(config, model=model.settings)
-            own = evaluate_model(settings, model, progress)
-            rows += own
+            evaluate_model(settings, model, progress, rows)
             if model.run_folder is not None:
+                own = [row for row in rows if row.model == model.name]
                 _write_to_run(model.run_folder, model.name, eval_document(own, config.seed, origin, settings), progress)
-    finally:  # also if a later model fails: those before it took hours, or an API's tokens
+    finally:  # also if a later one fails: those before it took hours, or an API's tokens
         if rows:
             print_report(progress.console, rows, config.seed)
         if rows and out is not None:
-            write_document(out, eval_document(rows, config.seed, origin, config))
-            progress.say(f"results: {out}")
+            expected = [row_name(name, blanked) for name in names for blanked in _passes(config)]
+            missing = [name for name in expected if name not in {row.name for row in rows}]
+            write_document(out, eval_document(rows, config.seed, origin, config, missing))
+            progress.say(f"results: {out}" + (f", without those of {', '.join(missing)}" if missing else ""))
 
 
 def _write_to_run(folder: Path, name: str, document: dict[str, object], progress: RunProgress) -> None:
@@ -73,24 +78,20 @@ def _write_to_run(folder: Path, name: str, document: dict[str, object], progress
         progress.say(f"the results of {name} are not in its run's folder, which cannot be written: {error}")
 
 
-def evaluate_api(config: Config, api: ApiModel, progress: RunProgress, others: Sequence[str]) -> list[EvalRow]:
-    """As :func:`evaluate_model`, of the model behind a chat API. Prints the tokens that it spent.
-
-    ``others``: the names of the models that it is compared with. It is called ``NAME (API)`` if one of them has its name.
-    """
+def evaluate_api(config: Config, api: ApiModel, name: str, progress: RunProgress, rows: list[EvalRow]) -> None:
+    """As :func:`evaluate_model`, of the model behind a chat API, which the rows call ``name``. Prints the tokens that it spent."""
     run = build_api_run(config, api)
-    name = f"{api.name} (API)" if api.name in others else api.name
     try:
-        return run_awake(_rows(run, name, progress))
+        run_awake(_evaluate(run, name, progress, rows))
     finally:
         progress.say(run.engine.report())
 
 
-def evaluate_model(config: Config, model: EvalModel, progress: RunProgress) -> list[EvalRow]:
-    """One row, and with ``eval.blank_images`` another with blanked images. On this machine, without Ray."""
+def evaluate_model(config: Config, model: EvalModel, progress: RunProgress, rows: list[EvalRow]) -> None:
+    """Append a row to ``rows``, and with ``eval.blank_images`` another with blanked images. On this machine, without Ray."""
     run = build_model_run(config, model)
     try:
-        return run_awake(_rows(run, model.name, progress))
+        run_awake(_evaluate(run, model.name, progress, rows))
     finally:
         run.close()
 
@@ -117,11 +118,15 @@ def write_document(path: Path, document: dict[str, object]) -> None:
     atomic_write(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-async def _rows(run: Playing, name: str, progress: RunProgress) -> list[EvalRow]:
+def _passes(config: Config) -> tuple[bool, ...]:
+    """Whether the images are blanked, of each pass over the held-out tasks."""
+    return (False, True) if config.eval.blank_images else (False,)
+
+
+async def _evaluate(run: Playing, name: str, progress: RunProgress, rows: list[EvalRow]) -> None:
     for line in await run.connect():
         progress.say(line)
-    rows = []
-    for blanked in (False, True) if run.config.eval.blank_images else (False,):
+    for blanked in _passes(run.config):
         began = time.monotonic()
         result = await evaluate_run(run, progress, label="blanked" if blanked else "eval", blank_images=blanked)
         seconds = time.monotonic() - began
@@ -129,7 +134,6 @@ async def _rows(run: Playing, name: str, progress: RunProgress) -> list[EvalRow]
         if (found := truncated(Observed(run.config, (), endings))) is not None:
             progress.say(f"advisory    {found[0]}")
         rows.append(EvalRow.of(name, result, blanked=blanked, seed=run.config.seed, seconds=seconds))
-    return rows
 
 
 @dataclass(frozen=True)

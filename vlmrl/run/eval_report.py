@@ -35,6 +35,10 @@ class Scores:
     """By k: ``{"1": ..., "2": ...}``."""
 
 
+def row_name(model: str, blanked: bool) -> str:
+    return f"{model} (images blanked)" if blanked else model
+
+
 @dataclass(frozen=True)
 class EvalRow:
     """One model's result, with its images as they are or blanked."""
@@ -61,7 +65,7 @@ class EvalRow:
 
     @property
     def name(self) -> str:
-        return f"{self.model} (images blanked)" if self.blanked else self.model
+        return row_name(self.model, self.blanked)
 
     @property
     def means(self) -> dict[str, float]:
@@ -116,13 +120,19 @@ def differences(rows: Sequence[EvalRow], seed: int) -> list[Difference]:
     return result
 
 
-def eval_document(rows: Sequence[EvalRow], seed: int, origin: dict[str, Any], settings: Any) -> dict[str, Any]:
-    """The JSON form: ``origin`` is :func:`~vlmrl.report.provenance.provenance`, ``settings`` the resolved config."""
+def eval_document(
+    rows: Sequence[EvalRow], seed: int, origin: dict[str, Any], settings: Any, missing: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The JSON form: ``origin`` is :func:`~vlmrl.report.provenance.provenance`, ``settings`` the resolved config.
+
+    ``missing``: the names of the rows that an error or a stop prevented.
+    """
     return {
         "format": FORMAT,
         **origin,
         "interval": {"level": LEVEL, "method": "percentile bootstrap over tasks", "resamples": RESAMPLES, "seed": seed},
         "results": [plain(row) for row in rows],
+        "not_evaluated": list(missing),
         "differences": [plain(each) for each in differences(rows, seed)],
         "settings": plain(settings),
     }

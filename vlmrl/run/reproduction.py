@@ -48,6 +48,12 @@ class Experiment:
         summary = read_object(self.run / "summary.json") or {}
         return "reward_after" in summary and (self.run / "model").exists()
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether each pass over the held-out tasks is done. If the second one fails, the file holds the first one."""
+        document = read_object(self.evaluation)
+        return document is not None and not document.get("not_evaluated")
+
     def result(self) -> RunResult:
         evaluation = json.loads(self.evaluation.read_text(encoding="utf-8"))
         return RunResult(self.title, self.control, read_rows(self.run / "metrics.jsonl"), evaluation)
@@ -112,7 +118,7 @@ def _unfinished(experiment: Experiment) -> Iterator[list[str]]:
     if not experiment.is_trained:
         experiment.evaluation.unlink(missing_ok=True)  # of a run whose folder was deleted
         yield experiment.train
-    if not experiment.evaluation.exists():
+    if not experiment.is_evaluated:
         yield experiment.evaluate
 
 
