@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from vlmrl import Algo, Config, Data, Eval, EvalData
+from vlmrl import SFT, Algo, Config, Conversations, Data, Eval, EvalData, Part
 from vlmrl.cli.plan import PlanOptions
 from vlmrl.cli.recipe import Recipe
 
@@ -27,6 +29,22 @@ def test_columns_of_the_command_line_join_those_of_the_recipe():
     merged = chosen("--data.columns", "prompt", "question", "images", "photo")
     assert merged.data.columns == {"prompt": "question", "answer": "label", "images": "photo"}
     assert chosen("--data.split", "test").data.columns == config().data.columns
+
+
+def test_columns_of_the_command_line_join_those_of_each_dataset_of_the_recipe():
+    dataset = {"path": "train.json", "columns": {"images": "photo"}}
+    recipe = replace(
+        config(),
+        data=Data(),
+        eval=Eval(),
+        mixture={name: Part(data=Data(**dataset), reward="a.py:reward") for name in "ab"},
+        sft=SFT(data={"notes": Conversations(**dataset)}),
+    )
+    words = ("--mixture.b.data.columns", "answer", "label", "--sft.data.notes.columns", "messages", "chat")
+    merged = Recipe.of(lambda: recipe).options(PlanOptions(recipe), words, "vlmrl plan recipe.py").config
+    assert merged.mixture["a"].data.columns == {"images": "photo"}
+    assert merged.mixture["b"].data.columns == {"images": "photo", "answer": "label"}
+    assert merged.sft.data["notes"].columns == {"images": "photo", "messages": "chat"}
 
 
 def test_options_of_the_command_line_join_those_of_the_recipe():

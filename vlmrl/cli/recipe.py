@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from vlmrl.config import Config, Data, EvalData
+from vlmrl.config import Config, Conversations, Data, EvalData
 from vlmrl.config.code import load_object
 from vlmrl.config.option_names import describe_unknown, option_names
 from vlmrl.utils.require import require
@@ -37,6 +37,7 @@ class RecipeOptions:
 
 CommandOptions = TypeVar("CommandOptions", bound=RecipeOptions)
 AnyData = TypeVar("AnyData", Data, EvalData)
+AnyRows = TypeVar("AnyRows", Data, Conversations)
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,15 @@ def joined(recipe: Config, chosen: Config) -> Config:
 
     Options of a function that the command line has replaced are left out.
     """
-    data = replace(chosen.data, columns=recipe.data.columns | chosen.data.columns)
-    return replace(chosen, data=data, algo=chosen.algo.with_options(recipe.algo.options))
+
+    def merged(data: AnyRows, before: AnyRows) -> AnyRows:
+        return replace(data, columns=before.columns | data.columns)
+
+    data, before, imitated = merged(chosen.data, recipe.data), recipe.mixture, recipe.sft.data
+    mixture = {name: replace(part, data=merged(part.data, before[name].data)) for name, part in chosen.mixture.items()}
+    sft = replace(chosen.sft, data={name: merged(rows, imitated[name]) for name, rows in chosen.sft.data.items()})
+    algo = chosen.algo.with_options(recipe.algo.options)
+    return replace(chosen, data=data, mixture=mixture, sft=sft, algo=algo)
 
 
 @contextmanager
