@@ -48,6 +48,13 @@ class Experiment:
         summary = read_object(self.run / "summary.json") or {}
         return "reward_after" in summary and (self.run / "model").exists()
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether there are results of all that is to be evaluated. An earlier command may have left out the blanked images."""
+        rows = (read_object(self.evaluation) or {}).get("results", [])
+        blanked = any(row["blanked"] for row in rows) or "--eval.blank-images" not in self.evaluate
+        return self.evaluation.exists() and blanked
+
     def result(self) -> RunResult:
         evaluation = json.loads(self.evaluation.read_text(encoding="utf-8"))
         return RunResult(self.title, self.control, read_rows(self.run / "metrics.jsonl"), evaluation)
@@ -112,7 +119,7 @@ def _unfinished(experiment: Experiment) -> Iterator[list[str]]:
     if not experiment.is_trained:
         experiment.evaluation.unlink(missing_ok=True)  # of a run whose folder was deleted
         yield experiment.train
-    if not experiment.evaluation.exists():
+    if not experiment.is_evaluated:
         yield experiment.evaluate
 
 
