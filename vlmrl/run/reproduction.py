@@ -50,9 +50,10 @@ class Experiment:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether each pass over the held-out tasks is done. If the second one fails, the file holds the first one."""
-        document = read_object(self.evaluation)
-        return document is not None and not document.get("not_evaluated")
+        """Whether there are results of each pass over the held-out tasks. An error, or an earlier command, may have left one out."""
+        rows = (read_object(self.evaluation) or {}).get("results", [])
+        passes = {False, True} if "--eval.blank-images" in self.evaluate else {False}
+        return passes <= {row["blanked"] for row in rows}
 
     def result(self) -> RunResult:
         evaluation = json.loads(self.evaluation.read_text(encoding="utf-8"))
