@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -104,6 +105,19 @@ async def test_a_wrong_response_is_an_observation(tmp_path, response, words):
     async with opened(page_env(tmp_path, RED)) as env:
         observation, done, info = await env.step(response)
         assert words in observation["obs_str"] and not done and info == {"invalid": 1}
+
+
+async def test_a_long_response_is_read_outside_the_event_loop(tmp_path, monkeypatch):
+    async with opened(page_env(tmp_path, RED)) as env:
+        threads = []
+        read = env.read_actions
+        monkeypatch.setattr(
+            env, "read_actions", lambda text: threads.append(threading.current_thread().name) or read(text)
+        )
+        for text in (click(900, 900), click(900, 900) + "x" * 30_000, "x" * 30_000):
+            _, done, info = await env.step(text)
+            assert not done and info["invalid"] == (text[0] == "x")
+        assert threads[0] == threading.current_thread().name and all("vlmrl-cpu" in name for name in threads[1:])
 
 
 async def test_a_reward_that_is_no_number_is_an_error_that_names_the_script(tmp_path):
