@@ -23,6 +23,7 @@ from vlmrl.utils.http import RefusedError, RetryableError, http_loop
 from vlmrl.utils.work_pool import cpu_pool, usable_cores
 
 MAX_NEW_IMAGES = 1024  # of one request
+MOST_FETCHED = 8  # of one episode at once: each URL may have 64 MiB, which are kept until they are decoded
 KEPT_IMAGES = 1024  # of one episode; their pixels are in the store's memory, which has its own bound
 
 
@@ -46,6 +47,7 @@ class RequestImages:
         self._hosts = settings.image_hosts
         self._folders = [Path(folder).resolve() for folder in settings.image_folders]
         self._items: dict[bytes, MediaItem] = {}  # by digest, oldest first
+        self._fetching = asyncio.Semaphore(MOST_FETCHED)
         self._share = asyncio.Semaphore(max(1, usable_cores() // 2))  # of the threads, which all episodes share
 
     def read(self, address: str, where: str) -> NewImage | MediaItem:
@@ -105,16 +107,22 @@ class RequestImages:
         if len(new) > MAX_NEW_IMAGES:
             where = list(new.values())[MAX_NEW_IMAGES].where
             raise ChatError(400, where, f"{where} must be left out: a request may have {MAX_NEW_IMAGES} new images.")
-        loaded = await asyncio.gather(*(self._load(image) for image in new.values()))
+        loading = [asyncio.create_task(self._load(image)) for image in new.values()]
+        try:
+            loaded = await asyncio.gather(*loading)
+        finally:  # of a request that is refused, nothing more is fetched
+            for task in loading:
+                task.cancel()
         shown = dict(zip(new, loaded, strict=True))
         return map_images(messages, lambda image: shown.get(id(image), image))
 
     async def _load(self, image: NewImage) -> ImageSource:
         assert self._store is not None
         try:
-            source = await self._content(image)
-            async with self._share:
-                item = await self._store.get(source, SECONDS)
+            async with self._fetching:
+                source = await self._content(image)
+                async with self._share:
+                    item = await self._store.get(source, SECONDS)
         except (ImageUnavailableError, RetryableError) as error:
             raise ChatError(503, "image_url", f"{image.where} could not be loaded this time: {error}") from error
         except RefusedError as error:
