@@ -416,6 +416,25 @@ def test_urls_and_files_need_a_setting(tmp_path):
     assert error_of(show, str(folder / "missing.png"), reader).status == 400
 
 
+def test_a_link_that_takes_the_place_of_an_allowed_file_is_not_followed(tmp_path):
+    """An agent in a container, which shares the folder, has the model see no other image of the host."""
+    folder, secret = tmp_path / "allowed", tmp_path / "secret"
+    for each in (folder / "a", secret):
+        each.mkdir(parents=True)
+        (each / "a.png").write_bytes(png())
+    reader = images(images=(str(folder),))
+    part = {"type": "image_url", "image_url": {"url": str(folder / "a/a.png")}}
+    for swapped, target in (("a/a.png", secret / "a.png"), ("a", secret)):
+        parsed = read_openai_request({"messages": [{"role": "user", "content": [part]}]}, reader)
+        (folder / swapped).rename(folder / "moved")
+        (folder / swapped).symlink_to(target)
+        error = error_of(lambda parsed=parsed: asyncio.run(reader.load(parsed.chat.messages)))
+        assert error.status == 400 and "regular file" in error.message
+        (folder / swapped).unlink()
+        (folder / "moved").rename(folder / swapped)
+    assert show(str(folder / "a/a.png"), reader).size == (64, 32)
+
+
 def test_a_request_with_many_urls_fetches_a_few_at_once_and_none_after_it_is_refused(monkeypatch):
     running, begun = [], []
 
