@@ -150,8 +150,8 @@ class RunData:
             )
         with (
             open_regular(path, self.folder) as file,
-            Image.open(file, formats=["PNG"]) as image,
-        ):  # others start programs
+            Image.open(file, formats=["PNG"]) as image,  # other formats start programs
+        ):
             image.load()
         return image
 
