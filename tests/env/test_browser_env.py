@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,8 @@ from testing.servers import served_asgi
 
 from vlmrl import BrowserEnv, MiniWobEnv
 from vlmrl.env.base import resolve_env
-from vlmrl.env.browser.browser_pool import BrowserFailure
+from vlmrl.env.browser.browser_pool import OPENING, BrowserFailure, Lease
+from vlmrl.env.browser.browser_tab import BrowserTab
 
 pytestmark = pytest.mark.slow
 
@@ -104,6 +106,19 @@ async def test_a_wrong_response_is_an_observation(tmp_path, response, words):
     async with opened(page_env(tmp_path, RED)) as env:
         observation, done, info = await env.step(response)
         assert words in observation["obs_str"] and not done and info == {"invalid": 1}
+
+
+async def test_a_long_response_is_read_outside_the_event_loop(tmp_path, monkeypatch):
+    async with opened(page_env(tmp_path, RED)) as env:
+        threads = []
+        read = env.read_actions
+        monkeypatch.setattr(
+            env, "read_actions", lambda text: threads.append(threading.current_thread().name) or read(text)
+        )
+        for text in (click(900, 900), click(900, 900) + "x" * 30_000, "x" * 30_000):
+            _, done, info = await env.step(text)
+            assert not done and info["invalid"] == (text[0] == "x")
+        assert threads[0] == threading.current_thread().name and all("vlmrl-cpu" in name for name in threads[1:])
 
 
 async def test_a_reward_that_is_no_number_is_an_error_that_names_the_script(tmp_path):
@@ -404,6 +419,29 @@ def test_an_episode_in_the_turn_loop_goes_on_in_another_browser(tmp_path):
     assert trajectory.reward == 0.5 and trajectory.ending == "env_done"
     assert trajectory.metrics["env_errors"] == trajectory.metrics["env_retries"] == 1
     assert [[each.label for each in turn.points] for turn in trajectory.turns] == [["left_click"], [], ["left_click"]]
+
+
+async def test_tabs_for_which_nobody_waits_any_more_are_not_opened_in_parallel(tmp_path, monkeypatch):
+    made = []
+
+    async def slow(*args):
+        made.append(1)
+        await asyncio.sleep(1.0)
+        made.pop()
+        raise RuntimeError("no tab")
+
+    async with opened(page_env(tmp_path, RED)) as env:
+        monkeypatch.setattr(BrowserTab, "new", slow)
+        most = 0
+        for _ in range(8):  # clients that leave
+            opening = [asyncio.create_task(env._pool.open(Lease(), env._kind, False)) for _ in range(OPENING)]
+            await asyncio.sleep(0.1)
+            most = max(most, len(made))
+            for task in opening:
+                task.cancel()
+        with pytest.raises(BrowserFailure, match="no tab"):
+            await env._pool.open(Lease(), env._kind, False)
+        assert most == OPENING
 
 
 async def test_sessions_are_bounded_and_wait(tmp_path):

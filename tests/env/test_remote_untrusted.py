@@ -179,6 +179,18 @@ def test_other_requests_that_break_the_protocol_are_refused():
         assert list(server.sessions) == ["s"]  # a request that breaks the protocol harms no session
 
 
+@pytest.mark.parametrize(("path", "field"), [("step", "response"), ("finish", "last_response"), ("finish", "ending")])
+def test_a_response_longer_than_any_models_is_refused(path: str, field: str):
+    server = EnvServer(resolve_env(Prompt))
+    whole = {"task": serialize_task(a_task()), "max_turns": 3, "tool_format": "json"}
+    body = {"response": "", "ending": "env_done", "last_response": "", "last_turn": 0, field: "a" * (2**22 + 1)}
+    with served(create_env_app(server)) as url, httpx.Client(timeout=60) as http:
+        assert http.put(f"{url}/sessions/s", json=whole).status_code == 200
+        refused = http.post(f"{url}/sessions/s/{path}", json=body)
+        assert refused.status_code == 422 and f"{field} must have at most 4194304 characters" in refused.text
+        assert list(server.sessions) == ["s"]
+
+
 def test_payloads_are_encoded_and_decoded_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
     threads: list[str] = []
 

@@ -14,6 +14,7 @@ from testing.gateway import png, uri
 
 from vlmrl.config import Gateway
 from vlmrl.engine.hf.batch import RunningBatch
+from vlmrl.gateway import request_images
 from vlmrl.gateway.anthropic_api import anthropic_error, read_anthropic_request
 from vlmrl.gateway.chat import ChatError
 from vlmrl.gateway.openai_api import REFUSED, openai_error, read_openai_request
@@ -413,6 +414,52 @@ def test_urls_and_files_need_a_setting(tmp_path):
     for address in outside:
         assert "gateway.images" in error_of(show, address, reader).message
     assert error_of(show, str(folder / "missing.png"), reader).status == 400
+
+
+def test_a_link_that_takes_the_place_of_an_allowed_file_is_not_followed(tmp_path):
+    """An agent in a container, which shares the folder, has the model see no other image of the host."""
+    folder, secret = tmp_path / "allowed", tmp_path / "secret"
+    for each in (folder / "a", secret):
+        each.mkdir(parents=True)
+        (each / "a.png").write_bytes(png())
+    reader = images(images=(str(folder),))
+    part = {"type": "image_url", "image_url": {"url": str(folder / "a/a.png")}}
+    for swapped, target in (("a/a.png", secret / "a.png"), ("a", secret)):
+        parsed = read_openai_request({"messages": [{"role": "user", "content": [part]}]}, reader)
+        (folder / swapped).rename(folder / "moved")
+        (folder / swapped).symlink_to(target)
+        error = error_of(lambda parsed=parsed: asyncio.run(reader.load(parsed.chat.messages)))
+        assert error.status == 400 and "regular file" in error.message
+        (folder / swapped).unlink()
+        (folder / "moved").rename(folder / swapped)
+    assert show(str(folder / "a/a.png"), reader).size == (64, 32)
+
+
+def test_a_request_with_many_urls_fetches_a_few_at_once_and_none_after_it_is_refused(monkeypatch):
+    running, begun = [], []
+
+    async def fetched(url, seconds, hosts):
+        begun.append(url)
+        running.append(url)
+        assert len(running) <= request_images.MOST_FETCHED
+        try:
+            await asyncio.sleep(0.01)
+        finally:
+            running.remove(url)
+        return b"no image" if url.endswith("/20.png") else png()
+
+    monkeypatch.setattr(request_images, "fetch", fetched)
+    reader = images(images=("urls",))
+    parts = [{"type": "image_url", "image_url": {"url": f"https://example.org/{i}.png"}} for i in range(200)]
+    parsed = read_openai_request({"messages": [{"role": "user", "content": parts}]}, reader)
+
+    async def refused():
+        with pytest.raises(ChatError, match=r"content\[20\]\.image_url must be an image"):
+            await reader.load(parsed.chat.messages)
+        await asyncio.sleep(0.5)
+        assert not running and 20 < len(begun) < 100
+
+    asyncio.run(refused())
 
 
 def test_a_url_is_read_where_it_is_allowed():

@@ -22,9 +22,11 @@ from testing.run_folders import write_run_folder
 from testing.servers import served
 
 from vlmrl.cli import main as cli
+from vlmrl.report import run_data
 from vlmrl.report.run_data import load_run
 from vlmrl.report.viewer.followed_run import FollowedRun
 from vlmrl.report.viewer.view_server import create_view_app
+from vlmrl.utils import output_files
 
 pytestmark = pytest.mark.slow  # it listens
 
@@ -110,6 +112,39 @@ def test_a_file_that_becomes_a_pipe_holds_up_no_request(tmp_path):
         os.mkfifo(folder / "trajectories.jsonl")
         for path in ("/trajectories/0", "", "/search?text=a"):
             assert client.get(f"/api/runs/0{path}").status_code == 400
+
+
+@pytest.mark.parametrize("swapped", ["images/mine.png", "images", "config.json", "agents"])
+def test_a_link_that_takes_the_place_of_a_file_after_the_look_at_it_is_not_followed(tmp_path, monkeypatch, swapped):
+    """The owner of a run's folder reads no file of the user who serves it, such as a key: 1 in 100 images was one."""
+    folder = write_run_folder(tmp_path / "run", steps=1, groups=1, group_size=1)
+    log = f"agents/{json.loads((folder / 'trajectories.jsonl').read_text().splitlines()[0])['id']}.log"
+    (tmp_path / "out").mkdir()
+    for each in (folder, tmp_path / "out"):
+        for name in ("images/mine.png", log, "mine.png", log.removeprefix("agents/")):
+            (each / name).parent.mkdir(parents=True, exist_ok=True)
+            (each / name).write_text("mine" if each == folder else "secret")
+    (tmp_path / "out/config.json").write_text('{"secret": 1}')
+    looks = []
+
+    def looked(*args):
+        found = output_files.regular_file(*args)
+        if (args[1] if swapped == "config.json" else "/".join(args[1:])).startswith(swapped):
+            looks.append(found)
+            (folder / swapped).rename(folder / f"moved{len(looks)}")
+            (folder / swapped).symlink_to(tmp_path / "out" / ("" if swapped == "agents" else swapped))
+        return found
+
+    with client_of(folder) as client:
+        client.get("/api/runs/0")
+        monkeypatch.setattr(run_data, "regular_file", looked)
+        for path in ("images/mine", "trajectories/0/log", ""):
+            response = client.get(f"/api/runs/0/{path}".rstrip("/"))
+            assert "secret" not in response.text
+        assert looks
+        if swapped.startswith("images"):
+            with pytest.raises(ValueError, match="must be a regular file"):
+                output_files.open_regular(folder / "images/mine.png", folder)
 
 
 @pytest.mark.parametrize(

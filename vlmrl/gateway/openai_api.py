@@ -38,6 +38,8 @@ _CONSTRAINTS = [
     "json_schema",
     "regex",
     "ebnf",
+    "grammar",
+    "structural_tag",
 ]
 _DISTRIBUTION = "the trainer knows only the run's own sampling"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -52,6 +54,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), _DISTRIBUTION),
     "bad_words": (([],), _DISTRIBUTION),
     "stop_token_ids": (([],), "use stop"),
+    "allowed_token_ids": (([],), _DISTRIBUTION),
+    "logits_processors": (([],), _DISTRIBUTION),
     "ignore_eos": ((False,), _DISTRIBUTION),
     "min_tokens": ((0,), _DISTRIBUTION),
     "top_logprobs": ((0,), "use logprobs, of the sampled tokens"),

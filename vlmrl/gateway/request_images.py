@@ -14,15 +14,17 @@ from urllib.parse import unquote, urlsplit
 from vlmrl.config.gateway import Gateway
 from vlmrl.gateway.chat import ChatError
 from vlmrl.gateway.request_body import refuse
-from vlmrl.multimodal.fetch import SECONDS, fetch, is_url
+from vlmrl.multimodal.fetch import MAX_BYTES, SECONDS, fetch, is_url
 from vlmrl.multimodal.images import ImageError, ImageUnavailableError, frozen_image
 from vlmrl.multimodal.messages import images_of, map_images
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import ImageSource, MediaItem, Message
 from vlmrl.utils.http import RefusedError, RetryableError, http_loop
-from vlmrl.utils.work_pool import cpu_pool, usable_cores
+from vlmrl.utils.output_files import open_regular
+from vlmrl.utils.work_pool import DeadlineError, cpu_pool, usable_cores
 
 MAX_NEW_IMAGES = 1024  # of one request
+MOST_FETCHED = 8  # of one episode at once: each URL may have 64 MiB, which are kept until they are decoded
 KEPT_IMAGES = 1024  # of one episode; their pixels are in the store's memory, which has its own bound
 
 
@@ -46,6 +48,7 @@ class RequestImages:
         self._hosts = settings.image_hosts
         self._folders = [Path(folder).resolve() for folder in settings.image_folders]
         self._items: dict[bytes, MediaItem] = {}  # by digest, oldest first
+        self._fetching = asyncio.Semaphore(MOST_FETCHED)
         self._share = asyncio.Semaphore(max(1, usable_cores() // 2))  # of the threads, which all episodes share
 
     def read(self, address: str, where: str) -> NewImage | MediaItem:
@@ -105,17 +108,23 @@ class RequestImages:
         if len(new) > MAX_NEW_IMAGES:
             where = list(new.values())[MAX_NEW_IMAGES].where
             raise ChatError(400, where, f"{where} must be left out: a request may have {MAX_NEW_IMAGES} new images.")
-        loaded = await asyncio.gather(*(self._load(image) for image in new.values()))
+        loading = [asyncio.create_task(self._load(image)) for image in new.values()]
+        try:
+            loaded = await asyncio.gather(*loading)
+        finally:  # of a request that is refused, nothing more is fetched
+            for task in loading:
+                task.cancel()
         shown = dict(zip(new, loaded, strict=True))
         return map_images(messages, lambda image: shown.get(id(image), image))
 
     async def _load(self, image: NewImage) -> ImageSource:
         assert self._store is not None
         try:
-            source = await self._content(image)
-            async with self._share:
-                item = await self._store.get(source, SECONDS)
-        except (ImageUnavailableError, RetryableError) as error:
+            async with self._fetching:
+                source = await self._content(image)
+                async with self._share:
+                    item = await self._store.get(source, SECONDS)
+        except (ImageUnavailableError, RetryableError, DeadlineError) as error:
             raise ChatError(503, "image_url", f"{image.where} could not be loaded this time: {error}") from error
         except RefusedError as error:
             raise ChatError(400, image.where, f"{image.where} cannot be loaded: {error}"[:500]) from error
@@ -130,10 +139,24 @@ class RequestImages:
                 self._items.pop(next(iter(self._items)), None)
         return item
 
-    async def _content(self, image: NewImage) -> bytes | Path:
+    async def _content(self, image: NewImage) -> bytes:
         if isinstance(image.source, str):
             return await http_loop().run(fetch(image.source, SECONDS, self._hosts))
+        if isinstance(image.source, Path):
+            return await cpu_pool().run(SECONDS, self._read_file, image.source)
         return image.source
+
+    def _read_file(self, file: Path) -> bytes:
+        """A file that was allowed. Meanwhile a link may have taken its place, of an agent in a container that shares the folder."""
+        folder = next(each for each in self._folders if file.is_relative_to(each))
+        try:
+            with open_regular(file, folder) as opened:
+                content = opened.read(MAX_BYTES + 1)
+        except (OSError, ValueError) as error:
+            raise RefusedError(str(error)) from error
+        if len(content) > MAX_BYTES:
+            raise RefusedError(f"its file has more than {MAX_BYTES} bytes")
+        return content
 
 
 def new_bytes(messages: Sequence[Message]) -> int:
@@ -142,7 +165,7 @@ def new_bytes(messages: Sequence[Message]) -> int:
     return sum(len(image.source) for image in new if isinstance(image.source, bytes))
 
 
-async def _decodes(source: bytes | Path) -> bool:
+async def _decodes(source: bytes) -> bool:
     """Whether the model's processor, and not the image, is why it does not load."""
     try:
         await cpu_pool().run(SECONDS, frozen_image, source)

@@ -23,8 +23,8 @@ from PIL import Image
 
 from vlmrl.report.json_lines import JsonLinesTail, Line
 from vlmrl.types import FAILED
-from vlmrl.utils.json_files import read_object
-from vlmrl.utils.output_files import regular_file
+from vlmrl.utils.json_files import object_of
+from vlmrl.utils.output_files import open_regular, regular_file
 
 Record = dict[str, Any]
 FILES = ("metrics", "trajectories", "advisories")  # NAME.jsonl in a run's folder
@@ -148,7 +148,10 @@ class RunData:
             raise KeyError(
                 f"{self.folder}: image {image_id} was not kept: of each step, those of the first trajectories are."
             )
-        with Image.open(path, formats=["PNG"]) as image:  # other formats start programs
+        with (
+            open_regular(path, self.folder) as file,
+            Image.open(file, formats=["PNG"]) as image,  # other formats start programs
+        ):
             image.load()
         return image
 
@@ -165,9 +168,13 @@ class RunData:
         """The object in a JSON file of the run; ``None`` if there is no such file, or something else in it."""
         self._check_regular(name)
         path = self.folder / name
-        if path.exists() and path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{path}: it must be at most {MOST_BYTES} bytes, but it has {path.stat().st_size}.")
-        return read_object(path)
+        if not path.exists():
+            return None
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST_BYTES:
+                raise ValueError(f"{path}: it must be at most {MOST_BYTES} bytes, but it has {size}.")
+            return object_of(file.read(size))
 
     def _check_regular(self, name: str) -> None:
         path = self.folder / name

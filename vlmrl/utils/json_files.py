@@ -26,8 +26,16 @@ def read_object(path: Path) -> dict[str, Any] | None:
     try:
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             return None
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return object_of(path.read_bytes())
+    except OSError:
+        return None
+
+
+def object_of(content: bytes) -> dict[str, Any] | None:
+    """The object in the content of a JSON file; ``None`` for something else."""
+    try:
+        found = json.loads(content.decode())
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -29,6 +29,9 @@ DISK_ERRORS = {
 }
 
 
+FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", 0)  # only to open what is in it
+
+
 class OutputError(OSError):
     """The disk refused a file of the run: ``runs/x/model cannot be written: No space left on device. ...``"""
 
@@ -64,13 +67,34 @@ def regular_file(folder: Path, *names: str) -> Path | None:
         return None
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it. Raises ValueError for a pipe or a device, also if it took the place of a file just now."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
-    if stat.S_ISREG(os.fstat(handle).st_mode):
-        return os.fdopen(handle, "rb")
+def open_regular(path: Path, folder: Path | None = None) -> BinaryIO:
+    """Open a file below ``folder``, by default the one that it is in, to read it. ``folder`` itself may be a link.
+
+    Raises ValueError for a link on the way, a pipe or a device, also if it took the place of a file just now: an earlier look at the
+    path does not say what is opened.
+    """
+    folder = path.parent if folder is None else folder
+    *folders, name = path.relative_to(folder).parts
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | FOLDER)
+    try:
+        for each in folders:
+            handle = _replaced(handle, each, FOLDER)
+        handle = _replaced(handle, name, os.O_NONBLOCK)  # opening a pipe would wait for a writer
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return os.fdopen(os.dup(handle), "rb")
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+    finally:
+        os.close(handle)
+    raise ValueError(f"{path}: it must be a regular file, but it is a link, a pipe, a device or a folder.")
+
+
+def _replaced(handle: int, name: str, flags: int) -> int:
+    """The handle of what is called ``name`` in the folder of ``handle``, which is closed. No link is followed."""
+    inner = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags, dir_fd=handle)
     os.close(handle)
-    raise ValueError(f"{path}: it must be a regular file, but it is a pipe, a device or a folder.")
+    return inner
 
 
 def check_writable(path: Path, option: str) -> None:

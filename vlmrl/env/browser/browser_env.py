@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 MAX_ACTIONS = 8  # of one response
+LONG_RESPONSE = 20_000  # characters; reading them takes about 5 ms
 MAX_TREE = 20_000  # characters of an accessibility tree
 SHORT_VALUE = """async (script) => {
   let value = (0, eval)(script);
@@ -153,7 +154,7 @@ class BrowserEnv(Env):
 
     async def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:  # type: ignore[override]
         try:
-            actions = [self._at_mark(action) for action in self.read_actions(response_text)]
+            actions = [self._at_mark(action) for action in await self._actions(response_text)]
         except ValueError as error:
             return obs(str(error)), False, {"invalid": 1}
         info: dict[str, Any] = {"invalid": 0, "points": []}
@@ -170,6 +171,12 @@ class BrowserEnv(Env):
                 self._check_reward(given)
                 return obs(), True, info | {"blocked_requests": self._tab.blocked} | given
         return await self._look(), False, info | {"blocked_requests": self._tab.blocked}
+
+    async def _actions(self, response: str) -> list[Action]:
+        """The actions in a response, read in a thread if it is long: 45,000 calls take a second."""
+        if len(response) <= LONG_RESPONSE:
+            return self.read_actions(response)
+        return await cpu_pool().run(self._pool.limits.timeout, self.read_actions, response)
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
         """A message of the role ``tool`` if the prompt shows the tool, else of the role ``user``."""

@@ -149,18 +149,24 @@ class BrowserPool:
             return idle
         process.tabs += 1
         try:
-            async with self._opening:
-                return await self._new_tab(process, kind), process
+            return await self._new_tab(process, kind), process
         except BaseException:
             process.tabs -= 1
             self._do_later(self._check(process))
             raise
 
     async def _new_tab(self, process: ChromiumProcess, kind: TabKind) -> BrowserTab:
-        """A tab. If it comes too late or nobody waits for it any more, it is closed: Chromium makes it all the same."""
+        """A tab. If it comes too late or nobody waits for it any more, it is closed: Chromium makes it all the same.
+
+        So it counts among those that are being opened until it is made, or until its deadline.
+        """
+        await self._opening.acquire()
         making = asyncio.create_task(BrowserTab.new(process.handle, kind, self.limits.timeout))
+        timed = asyncio.create_task(self._timed(asyncio.shield(making), "new tab"))
+        timed.add_done_callback(_read_error)
+        timed.add_done_callback(lambda _: self._opening.release())
         try:
-            return await self._timed(asyncio.shield(making), "new tab")
+            return await asyncio.shield(timed)
         except BaseException:
             self._do_later(self._close_unused(making))
             raise

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import reprlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
@@ -32,7 +33,7 @@ from aiohttp.typedefs import Handler
 from vlmrl.config import Options
 from vlmrl.env.base import EnvSpec, RetryTurn, resolve_env
 from vlmrl.env.remote.client import TOKEN_VARIABLE
-from vlmrl.env.remote.serialize import deserialize_task, serialize_messages
+from vlmrl.env.remote.serialize import MAX_TEXT, deserialize_task, serialize_messages
 from vlmrl.env.session import EnvContractError, EnvSession
 from vlmrl.multimodal.embedded import Refuse, fetch_embedded, refusing_sources_of
 from vlmrl.multimodal.fetch import is_url
@@ -141,7 +142,7 @@ class EnvServer:
         return await self._use(name, call)
 
     async def step(self, name: str, content: bytes) -> bytes:
-        response = _field(await self.parsed(content), "response", str)
+        response = _text(await self.parsed(content), "response")
 
         async def call(opened: _OpenSession) -> bytes:
             result = await opened.session.step(response)
@@ -155,11 +156,11 @@ class EnvServer:
 
     async def finish(self, name: str, content: bytes) -> bytes:
         body = await self.parsed(content)
-        ending, response = _field(body, "ending", str), _field(body, "last_response", str)
+        ending, response = _text(body, "ending"), _text(body, "last_response")
         turn = _field(body, "last_turn", int, optional=True)
         del body  # it may take 75 times its bytes
         if ending not in ENDINGS:
-            raise RequestError(f"ending must be one of {', '.join(ENDINGS)}, but it is {ending!r:.100}.")
+            raise RequestError(f"ending must be one of {', '.join(ENDINGS)}, but it is {reprlib.repr(ending)}.")
 
         async def call(opened: _OpenSession) -> bytes:
             return _dump({"reward": await opened.session.finish(ending, response, turn)})
@@ -365,5 +366,13 @@ def _field(body: dict[str, Any], name: str, kind: type, *, optional: bool = Fals
     """A field of a request's body. Raises RequestError unless it is of the type ``kind``; an ``optional`` one may be ``None``."""
     value = body.get(name)
     if type(value) is not kind and not (optional and value is None):
-        raise RequestError(f"{name} must be of type {kind.__name__}, but it is {value!r:.100}.")
+        raise RequestError(f"{name} must be of type {kind.__name__}, but it is {reprlib.repr(value)[:100]}.")
     return value
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    """A text of a request's body. Raises RequestError for one that is longer than any response."""
+    text: str = _field(body, name, str)
+    if len(text) > MAX_TEXT:
+        raise RequestError(f"{name} must have at most {MAX_TEXT} characters, but it has {len(text)}.")
+    return text

@@ -31,7 +31,7 @@ MOST_IMAGE_BYTES = 200 * 2**20  # of all images together, as files
 
 def write_snapshot(runs: Sequence[FollowedRun], path: Path, title: str) -> None:
     """Write what the runs have so far. Of a long run, the page has the trajectories of steps that are evenly apart."""
-    pages, records, wanted = [], {}, dict[str, Path]()
+    pages, records, wanted = [], {}, dict[str, tuple[Path, Path]]()
     for index, run in enumerate(runs):
         everything = run.updates()
         numbers = choose_trajectories(everything["trajectories"], MOST_TRAJECTORIES)
@@ -41,7 +41,7 @@ def write_snapshot(runs: Sequence[FollowedRun], path: Path, title: str) -> None:
             record = run.record(number)
             records[index, place] = record
             ids = [image for turn in record["turns"] for image in turn["images"]]
-            wanted |= {key: file for key in ids if (file := run.image_path(key)) is not None}
+            wanted |= {key: (file, run.folder) for key in ids if (file := run.image_path(key)) is not None}
     _write_file(path, title, pages, records, _data_uris(wanted))
 
 
@@ -61,11 +61,11 @@ def choose_trajectories(rows: Sequence[dict[str, Any]], most: int) -> list[int]:
     return by_step[steps[-1]][:most] if steps else []
 
 
-def _data_uris(files: dict[str, Path]) -> Iterator[tuple[str, str]]:
-    """Images as data URIs, until they are :data:`MOST_IMAGE_BYTES`."""
+def _data_uris(files: dict[str, tuple[Path, Path]]) -> Iterator[tuple[str, str]]:
+    """Images as data URIs, until they are :data:`MOST_IMAGE_BYTES`; each is a file and the folder of its run."""
     size = 0
-    for image_id, path in files.items():
-        with open_regular(path) as file:
+    for image_id, (path, folder) in files.items():
+        with open_regular(path, folder) as file:
             content = file.read(MOST_IMAGE_BYTES)
         size += len(content)
         if size > MOST_IMAGE_BYTES:

@@ -75,7 +75,7 @@ def _log(run: FollowedRun, request: web.Request) -> web.Response:
     if path is None:
         raise IndexError
     headers = {"Cache-Control": "no-store"}
-    return web.Response(body=_content(path), content_type="text/plain", charset="utf-8", headers=headers)
+    return web.Response(body=_content(run, path), content_type="text/plain", charset="utf-8", headers=headers)
 
 
 def _search(run: FollowedRun, request: web.Request) -> web.Response:
@@ -87,11 +87,11 @@ def _image(run: FollowedRun, request: web.Request) -> web.Response:
     path = run.image_path(request.match_info["image_id"])
     if path is None:
         raise IndexError
-    return web.Response(body=_content(path), content_type="image/png", headers={"Cache-Control": IMMUTABLE})
+    return web.Response(body=_content(run, path), content_type="image/png", headers={"Cache-Control": IMMUTABLE})
 
 
-def _content(path: Path) -> bytes:
-    with open_regular(path) as file:
+def _content(run: FollowedRun, path: Path) -> bytes:
+    with open_regular(path, run.folder) as file:
         return file.read(MOST_BYTES)
 
 
