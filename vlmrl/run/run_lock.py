@@ -57,9 +57,7 @@ def _lock(folder: Path) -> Iterator[None]:
         with output_errors(folder):
             file.truncate(0)
             holder = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
-            os.write(
-                file.fileno(), holder.encode()
-            )  # not buffered: closing the file would write it again, and fail again
+            os.write(file.fileno(), holder.encode())  # past the buffer, whose closing would fail again
         _held.append(file)
         try:
             yield
