@@ -292,6 +292,24 @@ async def test_an_error_while_the_loop_trains_is_raised_by_the_next_take():
     await play.buffer.close()
 
 
+class RustPanic(BaseException):
+    """As `pyo3_runtime.PanicException`, which extensions such as tokenizers and polars raise. It is no Exception."""
+
+
+@pytest.mark.parametrize("error", [RustPanic("index out of bounds"), asyncio.CancelledError()])
+async def test_what_is_no_exception_ends_a_take_that_waits_for_its_group(error):
+    """The group was neither ready nor in play any more, and the run waited for it for ever."""
+    play = Play(max_staleness=1)
+
+    async def broken(task, group_id, trajectory_id):
+        raise error
+
+    play.loop.play = broken
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        await asyncio.wait_for(play.buffer.take(1), 5)
+    await play.buffer.close()
+
+
 @pytest.mark.parametrize(
     ("mode", "expected", "filtered"),
     [("off", [0], 1), ("filter", [0, 2], 1), ("replace", [0, 0], 1)],

@@ -90,6 +90,26 @@ def test_a_failed_attempt_that_trained_no_step_leaves_its_folder_to_the_next(tmp
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["metrics.jsonl", "notes.txt"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "holds"),
+    [({"collect": {"model": "gpt-5-mini"}, "train": {}}, "collected episodes"), ({"model_type": "qwen3"}, "a model")],
+)
+def test_a_run_empties_no_folder_of_collected_episodes_and_of_a_model(settings, holds, tmp_path):
+    """`vlmrl collect --out runs/round1`, then `vlmrl sft --name round1`: all records of the episodes were gone."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/config.json").write_text(json.dumps(settings))
+    (tmp_path / "x/trajectories.jsonl").write_text(json.dumps({"id": "collect/00000/00"}) + "\n")
+    before = files(tmp_path)
+    made = Data(generator=lambda index, seed: {"prompt": "?"}, size=4)
+    model = Model(path="tiny:qwen3", device="cpu")
+    config = Config(
+        name="x", output_dir=str(tmp_path), model=model, data=made, reward=lambda text, task: 1.0, train=Train(0)
+    )
+    with pytest.raises(ValueError, match=f"name must be that of a run, but .*x holds {holds}: set another name"):
+        run_training(config)
+    assert files(tmp_path / "x") == {name.removeprefix("x/"): content for name, content in before.items()}
+
+
 def test_the_command_of_another_folder_names_it_and_torchrun_is_part_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = {"TORCHELASTIC_RUN_ID": "1", "GROUP_WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "8"}

@@ -81,6 +81,15 @@ def test_a_read_only_place_is_one_line_that_names_the_option(tmp_path, monkeypat
         run_lock(tmp_path / "x").__enter__()
 
 
+def test_a_full_disk_is_one_line_that_names_the_option(tmp_path, monkeypatch):
+    def refused(handle: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", refused)
+    with pytest.raises(OutputError, match=r"cannot be written: No space left on device.* set output_dir"):
+        run_lock(tmp_path / "x").__enter__()
+
+
 @pytest.mark.slow
 def test_a_killed_process_holds_nothing(tmp_path):
     held = subprocess.Popen(

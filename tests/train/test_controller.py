@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import StepOutput, TrainerSpec
 from vlmrl.types import Sample
 from vlmrl.utils.http_server import free_ports
-from vlmrl.weight_sync.base import IpcSender, WeightUpdate
+from vlmrl.weight_sync.base import IpcSender, TransferResult, WeightUpdate
 from vlmrl.weight_sync.disk import DiskSender
 
 GPU = torch.device("cuda", 0)
@@ -163,6 +164,33 @@ def test_each_call_moves_an_offloaded_rank_to_its_gpu_first(rank):
     trainer.offload()
     trainer.send(WeightUpdate((), IpcSender, "v1", 2**20, resend=True))  # of the copy in host memory
     assert rank.moves[-1] == HOST
+
+
+@pytest.mark.parametrize("error", [None, OSError("no server")])
+def test_all_weights_are_gathered_whatever_a_sender_of_ones_own_does(rank, monkeypatch, error):
+    """The other ranks waited in a collective for one that had returned early, until its limit of 20 minutes."""
+
+    class Early:
+        def send(self, weights):
+            next(iter(weights))
+            if error is not None:
+                raise error
+            return TransferResult(0, 0.0)
+
+        def abort(self): ...
+
+    names, gathered = [name for name, _ in rank.named_weights()], []
+    own = rank.named_weights
+
+    def named_weights(dtype):
+        for name, weight in own(dtype):
+            gathered.append(name)
+            yield name, weight
+
+    monkeypatch.setattr(rank, "named_weights", named_weights)
+    with pytest.raises(OSError, match="no server") if error else nullcontext():
+        rank.send([WeightUpdate((), lambda update, state: Early(), "v1", 2**20)])
+    assert gathered == names
 
 
 def test_a_failed_move_to_the_gpu_is_tried_again(rank):

@@ -194,9 +194,9 @@ class ServerEngine:
         failures, name_images = 0, True
         while failures < attempts:
             server, images = await self._pick_server(request, name_images)
-            began = time.monotonic()
+            began, oldest = time.monotonic(), self.policy_version
             try:
-                return await self._attempt(server, request, images)
+                return _not_older(await self._attempt(server, request, images), oldest)
             except AdapterExchanged:
                 continue  # no failure of the server: it gets the request again, for the new adapter
             except (*UNREACHED, ServerError, BadResponse) as error:
@@ -396,6 +396,13 @@ class ServerEngine:
                 ) from error
             if asleep is not None:
                 server.asleep = asleep
+
+
+def _not_older(response: Completion, oldest: int) -> Completion:
+    """Raises StaleWeights for a token of an earlier version than ``oldest``: an update never reached the server that sampled it."""
+    if isinstance(response, Completion) and min(response.policy_versions, default=oldest) < oldest:
+        raise StaleWeights(f"it was sampled from weights of version {min(response.policy_versions)}, not of {oldest}")
+    return response
 
 
 async def _unless_drained(server: Server, call: Coroutine[Any, Any, Any]) -> Any:

@@ -20,6 +20,7 @@ from vlmrl.data import TaskStream
 from vlmrl.rollout.batches import Filter, GroupBatch, check_rejected, fill, passes, repeated
 from vlmrl.rollout.runner import Group, Runner, is_complete
 from vlmrl.types import Trajectory
+from vlmrl.utils.threads import as_error
 
 
 class SynchronousBuffer:
@@ -166,8 +167,10 @@ class AsynchronousBuffer(SynchronousBuffer):
                 group = self._runner.fail_group(draw, name, ended)
             self._length_bias.add_played(list(played.values()))
             self._settle(number, group)
-        except Exception as error:
-            self._error = error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also the panic of an extension in Rust: `take` waits for this group
+            self._error = as_error(error)
         finally:
             del self._playing[number]
             if not self._playing:

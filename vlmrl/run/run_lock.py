@@ -54,9 +54,10 @@ def _lock(folder: Path) -> Iterator[None]:
             ) from None
         except OSError:
             pass  # the file system has no locks
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
-        file.flush()
+        with output_errors(folder):
+            file.truncate(0)
+            holder = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
+            os.write(file.fileno(), holder.encode())  # past the buffer, whose closing would fail again
         _held.append(file)
         try:
             yield

@@ -86,9 +86,8 @@ class Rank:
             return None
         try:
             return update.send(weights, self.sent)
-        except BaseException:
-            exhaust(weights)  # the other ranks still gather
-            raise
+        finally:
+            exhaust(weights)  # the other ranks still gather, whatever a sender of one's own does
 
     def resend(self, update: WeightUpdate) -> TransferResult:
         """Send the weights that this rank has kept, also while its trainer works."""
