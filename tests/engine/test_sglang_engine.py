@@ -162,6 +162,7 @@ def test_a_response_from_weights_older_than_those_that_were_sent_is_rejected(fak
     engine.weights_changed(4)
     with pytest.raises(EngineError, match="sampled from weights of version 3, not of 4"):
         generate(engine, plain())
+    assert not engine.servers.ready  # it is sent the weights again before it serves
 
 
 def test_a_response_with_wrong_or_missing_logprobs_is_rejected(fakes, engine_of):

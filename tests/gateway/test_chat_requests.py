@@ -128,7 +128,9 @@ def test_sampling_parameters_are_overridden_by_name():
     assert chat.overridden == ("top_k", "thinking", "tool_choice", "parallel_tool_calls", "unknown")
 
 
-@pytest.mark.parametrize("field", REFUSED)
+@pytest.mark.parametrize(
+    "field", sorted({*REFUSED, "grammar", "structural_tag", "allowed_token_ids", "logits_processors"})
+)
 def test_what_a_run_cannot_follow_is_refused_by_name(field):
     harmless, remedy = REFUSED[field]
     for value in (None, *harmless):

@@ -25,7 +25,6 @@ SOUND = {  # a step of a run that is well
 }
 NO_SIGNAL = {"groups/zero_variance": 8.0, "grad_norm": 0.0, "reward/mean": 0.0}
 CALLS, ERRORS = {"env/tool_calls": 1.0}, {"env/tool_errors": 1.0}
-BY_TURN = replace(CONFIG, algo=Algo(credit="turn"))
 LONE = replace(CONFIG, rollout=replace(CONFIG.rollout, group_size=1))
 TWO_GROUPS = NO_SIGNAL | {"groups/played": 2.0, "groups/zero_variance": 2.0}
 
@@ -363,17 +362,6 @@ def test_equal_rewards_are_blamed_on_what_the_metrics_show(changed, records, mes
     assert message in found.message and found.setting == setting
 
 
-def test_equal_rewards_are_not_blamed_where_turns_are_compared_and_the_gradient_is_of_their_rewards():
-    equal = NO_SIGNAL | {"reward/mean": 1.0, "grad_norm": 0.5}
-    seen = {
-        name: Observed(config, rows(*[equal] * 4, count=0)) for name, config in (("sum", CONFIG), ("turn", BY_TURN))
-    }
-    assert {name: [each.name for each in advisories(each)] for name, each in seen.items()} == {
-        "sum": ["no_signal"],
-        "turn": [],
-    }
-
-
 def test_each_advisory_is_printed_and_written_once_also_after_a_resume(tmp_path):
     said = []
     with RunLog(tmp_path) as log:
@@ -414,9 +402,6 @@ def test_evaluations_are_judged_when_all_are_there(tmp_path):
         (CONFIG, [{"grad_norm": 0.0}] * 2, 2),
         (CONFIG, [{"grad_norm": None, "groups/trained": 0}], 1),  # every group was filtered
         (CONFIG, [NO_SIGNAL | {"grad_norm": 0.5}], 1),  # a KL alone moves the weights
-        (BY_TURN, [NO_SIGNAL | {"grad_norm": 0.5, "reward/mean": 1.0}], 0),  # equal sums of turns that differ
-        (BY_TURN, [NO_SIGNAL | {"grad_norm": 0.5}], 1),
-        (BY_TURN, [NO_SIGNAL | {"reward/mean": 1.0}], 1),
         (LONE, [NO_SIGNAL | {"grad_norm": 0.5}], 0),
         (TAUGHT, [NO_SIGNAL | {"grad_norm": 0.5}], 0),  # by the teacher
         (replace(CONFIG, algo=Algo(advantage="reinforce_pp")), [NO_SIGNAL | {"grad_norm": 0.5}], 0),

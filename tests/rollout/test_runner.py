@@ -331,6 +331,14 @@ def test_an_error_in_one_trajectory_stops_the_rest(lockstep: bool):
         assert len(released) == 8
 
 
+async def test_a_cancellation_that_a_members_own_code_lets_out_is_an_error_and_no_stop():
+    def cancels(request: Request, turn: int) -> str:
+        raise asyncio.CancelledError("of a library")
+
+    with pytest.raises(RuntimeError, match="CancelledError"):
+        await runner(response=cancels).play(tasks(), 1, "step1")
+
+
 async def test_cancelling_from_outside_stops_everything():
     requested = asyncio.Event()
 

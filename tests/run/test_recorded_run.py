@@ -14,7 +14,7 @@ from rich.console import Console
 from testing.fakes import make_trajectory
 
 import vlmrl
-from vlmrl import Config, Data, Env, Eval, EvalData, Model, Optim, Rollout, Train, WarmStart, obs
+from vlmrl import Algo, Config, Data, Env, Eval, EvalData, Model, Optim, Rollout, Train, WarmStart, obs
 from vlmrl.report.advisories import PAGE
 from vlmrl.report.progress import Phase, RunProgress
 from vlmrl.report.run_log import RunLog
@@ -177,12 +177,22 @@ def test_a_steps_time_of_envs_is_what_they_computed_and_not_what_they_waited():
     failed = make_trajectory("c", ending="error", error="x", metrics={"env_seconds": 30.0, "env_cpu_seconds": 0.5})
     agent = make_trajectory("d", metrics={"agent_seconds": 9.0})
     rollouts = Rollouts(groups=[[*played, agent]], failed=[failed])
-    assert _batch_metrics(GroupBatch(rollouts=rollouts))["time/env"] == 1.0
+    assert _batch_metrics(GroupBatch(rollouts=rollouts), Config())["time/env"] == 1.0
 
 
 def test_a_steps_failed_trajectories_count_among_its_endings_and_retries():
     played = [make_trajectory("a", ending="env_done")]
     failed = [make_trajectory("b", ending="error", error="x", metrics={"env_errors": 2.0})]
-    metrics = _batch_metrics(GroupBatch(rollouts=Rollouts(groups=[played], failed=failed)))
+    metrics = _batch_metrics(GroupBatch(rollouts=Rollouts(groups=[played], failed=failed)), Config())
     found = {name: metrics[name] for name in ("trajectories", "failed", "ending/error", "retries/env_errors")}
     assert found == {"trajectories": 2.0, "failed": 1.0, "ending/error": 0.5, "retries/env_errors": 2.0}
+
+
+@pytest.mark.parametrize(("credit", "without"), [("trajectory", 2.0), ("turn", 1.0), ("gigpo", 1.0)])
+def test_by_turn_a_group_is_without_variance_if_its_rewards_are_equal_turn_by_turn(credit, without):
+    """Else `no_signal` speaks, and `train.stop_after_idle` ends the run, where the sums of its rewards are equal."""
+    early, late = make_trajectory("early", final_reward=0.0), make_trajectory("late")
+    early.turns[0].reward = 1.25
+    groups = [[early, late], [late, late]]
+    metrics = _batch_metrics(GroupBatch(rollouts=Rollouts(groups=groups)), Config(algo=Algo(credit=credit)))
+    assert (metrics["groups/played"], metrics["groups/zero_variance"]) == (2.0, without)

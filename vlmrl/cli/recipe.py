@@ -171,11 +171,15 @@ def joined(recipe: Config, chosen: Config) -> Config:
     def merged(data: AnyRows, before: AnyRows) -> AnyRows:
         return replace(data, columns=before.columns | data.columns)
 
-    data, before, imitated = merged(chosen.data, recipe.data), recipe.mixture, recipe.sft.data
-    mixture = {name: replace(part, data=merged(part.data, before[name].data)) for name, part in chosen.mixture.items()}
-    sft = replace(chosen.sft, data={name: merged(rows, imitated[name]) for name, rows in chosen.sft.data.items()})
-    algo = chosen.algo.with_options(recipe.algo.options)
-    return replace(chosen, data=data, mixture=mixture, sft=sft, algo=algo)
+    parts = [(name, part, recipe.mixture[name].data) for name, part in chosen.mixture.items()]
+    sft = {name: merged(rows, recipe.sft.data[name]) for name, rows in chosen.sft.data.items()}
+    return replace(
+        chosen,
+        data=merged(chosen.data, recipe.data),
+        mixture={name: replace(part, data=merged(part.data, before)) for name, part, before in parts},
+        sft=replace(chosen.sft, data=sft),
+        algo=chosen.algo.with_options(recipe.algo.options),
+    )
 
 
 @contextmanager

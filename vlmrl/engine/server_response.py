@@ -26,7 +26,7 @@ class BadResponse(Exception):
 
 
 class StaleWeights(BadResponse):
-    """A response sampled with weights that this run never sent: the server needs a resync."""
+    """A response sampled with weights that this run never sent, or with older ones than it sent last: the server needs a resync."""
 
 
 def is_logprob(value: object) -> bool:

@@ -7,6 +7,7 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -120,7 +121,7 @@ class RequestImages:
     async def _load(self, image: NewImage) -> ImageSource:
         assert self._store is not None
         try:
-            async with self._fetching:
+            async with nullcontext() if isinstance(image.source, bytes) else self._fetching:
                 source = await self._content(image)
                 async with self._share:
                     item = await self._store.get(source, SECONDS)

@@ -12,9 +12,9 @@ from vlmrl.report.run_log import RunLog, read_rows
 
 def idle_steps(rows: Sequence[Record], config: Config) -> int:
     """How many of the last training steps had no learning signal: gradients of 0, or no group whose rewards differ."""
+    compares = compares_groups(config) and config.teacher.model is None
     count = 0
     for row in reversed(rows):
-        compares = compares_groups(config, row) and config.teacher.model is None
         has_equal_groups = compares and row["groups/zero_variance"] == row["groups/played"]
         if row.get("grad_norm") and not has_equal_groups:
             break

@@ -70,10 +70,9 @@ LEAST_COPIED = 64  # tokens of a summary: a shorter one may be no more than the 
 LEAST_GROUPS = 24  # a step or two without a difference are frequent in runs that learn
 
 
-def compares_groups(config: Config, row: Record) -> bool:
-    """Whether equal rewards within groups teach nothing in a step. By turn (`algo.credit`) they may differ where sums do not."""
-    differ = config.algo.credit != "trajectory" and bool(row.get("grad_norm") and row.get("reward/mean"))
-    return not differ and config.rollout.group_size > 1 and config.algo.advantage not in ("none", "reinforce_pp")
+def compares_groups(config: Config) -> bool:
+    """Whether the advantage compares rewards within a group. A user's own advantages are assumed to do so."""
+    return config.rollout.group_size > 1 and config.algo.advantage not in ("none", "reinforce_pp")
 
 
 def truncated(seen: Observed) -> tuple[str, str] | None:
@@ -111,7 +110,7 @@ def truncated(seen: Observed) -> tuple[str, str] | None:
 
 def no_signal(seen: Observed) -> tuple[str, str] | None:
     """In every group of the last steps all members have equal rewards."""
-    if not seen.rows or not compares_groups(seen.config, seen.rows[-1]):
+    if not compares_groups(seen.config):
         return None
     groups, steps, rewards = 0, 0, set()
     for row in reversed(seen.rows):

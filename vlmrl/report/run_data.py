@@ -168,9 +168,11 @@ class RunData:
         """The object in a JSON file of the run; ``None`` if there is no such file, or something else in it."""
         self._check_regular(name)
         path = self.folder / name
-        if not path.exists():
+        try:
+            file = open_regular(path)
+        except OSError:  # there is none, or it may not be read
             return None
-        with open_regular(path) as file:
+        with file:
             size = os.fstat(file.fileno()).st_size
             if size > MOST_BYTES:
                 raise ValueError(f"{path}: it must be at most {MOST_BYTES} bytes, but it has {size}.")

@@ -16,6 +16,7 @@ from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.rollout.failures import list_reasons
 from vlmrl.rollout.group_reward import GroupReward
 from vlmrl.types import Task, Trajectory
+from vlmrl.utils.threads import as_error
 
 Group = list[Trajectory]
 
@@ -244,10 +245,13 @@ async def _first_complete(playing: list[Coroutine[Any, Any, Group]], count: int)
 
 
 async def _gather(coroutines: list) -> list:  # type: ignore[type-arg]
-    """Run all. If one raises, cancel the others and raise its error alone."""
+    """Run all. If one raises, cancel the others and raise its error alone; a RuntimeError for a cancellation of its own code."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    try:
+        return [task.result() for task in tasks]
+    except asyncio.CancelledError as error:  # nobody cancelled this task, or the group would have raised it
+        raise as_error(error) from None

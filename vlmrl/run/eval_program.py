@@ -34,8 +34,9 @@ def run_evaluation(
 ) -> None:
     """Evaluate the models that ``paths`` name, or that of ``config``, on the held-out tasks of ``config``, after that of an ``api``.
 
-    Prints tables. Writes the results to ``out``, and those of a run's model also to ``evaluations`` in the run's folder. If an
-    evaluation fails, those before it are printed and written all the same, with the names of the rest as ``not_evaluated``.
+    Prints tables. Writes the results to ``out``, and those of a run's model, once all its passes are done, also to ``evaluations`` in
+    the run's folder. If a pass fails, those before it are printed, and written to ``out`` with the names of the rest as
+    ``not_evaluated``.
     """
     require_held_out(config)
     models = resolve_eval_models(paths, config) if paths or api is None else []

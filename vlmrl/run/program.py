@@ -32,7 +32,14 @@ from vlmrl.report.trackers import Status, open_trackers
 from vlmrl.run import loop
 from vlmrl.run.build import NO_TASKS, Run, build_run, check_names
 from vlmrl.run.off_policy import describe_correction
-from vlmrl.run.run_folder import check_resume, describe_changes, earlier_run_set_aside, has_finished, trained_steps
+from vlmrl.run.run_folder import (
+    check_is_no_other,
+    check_resume,
+    describe_changes,
+    earlier_run_set_aside,
+    has_finished,
+    trained_steps,
+)
 from vlmrl.run.run_lock import run_lock
 from vlmrl.run.sft import step_draws
 from vlmrl.run.stopping import GRACE_SECONDS, RunStopped, StopRequest, stop_on_signals
@@ -86,6 +93,7 @@ def run_training(
         if dry_run:
             _without_weights(config, progress)
         else:
+            check_is_no_other(config.folder)
             with run_lock(config.folder):
                 run = build_run(config, ranks, commands)
                 _train(run, progress, stop, resume, command, on_row)

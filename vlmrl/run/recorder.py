@@ -20,6 +20,7 @@ from vlmrl.rollout.buffer import SynchronousBuffer
 from vlmrl.rollout.failures import list_reasons
 from vlmrl.rollout.runner import RolloutError
 from vlmrl.run.build import Run
+from vlmrl.train.turn_states import rewards_by_place
 from vlmrl.utils.output_files import OutputError
 from vlmrl.utils.threads import DaemonPool
 
@@ -61,7 +62,7 @@ class Recorder:
         seconds = {"time/rollout": self._rolled_out - self._began, "time/train": now - self._rolled_out}
         seconds |= {f"time/{part}": spent for part, spent in self._run.seconds.take().items()}
         counts = {name: count - self._counts.get(name, 0.0) for name, count in _counts(self._run).items()}
-        row = _batch_metrics(batch) | counts | _image_memory(self._run) | metrics | seconds
+        row = _batch_metrics(batch, self._run.config) | counts | _image_memory(self._run) | metrics | seconds
         records = await self._write_trajectories()
         self.log.log(step, row)
         self._advisor.after_step({"step": step, **row}, records)
@@ -142,16 +143,17 @@ def _image_memory(run: Run) -> dict[str, float]:
     return {f"images/{name}_gib": size / 2**30 for name, size in usage.items()}
 
 
-def _batch_metrics(batch: GroupBatch) -> dict[str, Any]:
+def _batch_metrics(batch: GroupBatch, config: Config) -> dict[str, Any]:
     """Metrics of all trajectories sampled for one step, including groups that the filters removed."""
     rollouts = batch.rollouts
     everything = [*rollouts.trajectories, *rollouts.failed]
     metrics = trajectory_metrics(everything)
     metrics["sampled_tokens"] = float(sum(trajectory.num_sampled for trajectory in rollouts.trajectories))
-    rewards = [{trajectory.reward for trajectory in group} for group in rollouts.groups]
+    by_turn = config.algo.credit != "trajectory"
+    compared = [[rewards_by_place(each) if by_turn else each.reward for each in group] for group in rollouts.groups]
     groups = {
-        "played": len(rewards),
-        "zero_variance": sum(len(distinct) == 1 for distinct in rewards),
+        "played": len(compared),
+        "zero_variance": sum(rewards == rewards[:1] * len(rewards) for rewards in compared),
         "dropped": rollouts.dropped_groups,
         "bad_rows": len(rollouts.bad_rows),
         "rejected": rollouts.rejected_groups,

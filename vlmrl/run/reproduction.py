@@ -33,6 +33,8 @@ class Experiment:
     title: str
     control: bool
     """A run with ``train.shuffle_rewards``."""
+    blanked: bool
+    """Whether its model is evaluated with blanked images, too."""
     run: Path
     """The run's folder."""
     evaluation: Path
@@ -52,8 +54,7 @@ class Experiment:
     def is_evaluated(self) -> bool:
         """Whether there are results of each pass over the held-out tasks. An error, or an earlier command, may have left one out."""
         rows = (read_object(self.evaluation) or {}).get("results", [])
-        passes = {False, True} if "--eval.blank-images" in self.evaluate else {False}
-        return passes <= {row["blanked"] for row in rows}
+        return {False, self.blanked} <= {row["blanked"] for row in rows}
 
     def result(self) -> RunResult:
         evaluation = json.loads(self.evaluation.read_text(encoding="utf-8"))
@@ -74,11 +75,13 @@ def plan_experiments(
         evaluation = run.with_name(f"{run.name}-evaluation.json")
         shared = [recipe, *options, "--output-dir", str(folder)]
         shuffle = ["--train.shuffle-rewards"] if control else []
-        blank = "--eval.blank-images" if "blanked" in controls and not control else "--eval.no-blank-images"
+        blanked = "blanked" in controls and not control
+        blank = "--eval.blank-images" if blanked else "--eval.no-blank-images"
         experiments.append(
             Experiment(
                 title=f"shuffled rewards, seed {seed}" if control else f"seed {seed}",
                 control=control,
+                blanked=blanked,
                 run=run,
                 evaluation=evaluation,
                 train=["train", *shared, *shuffle, "--name", run.name, "--seed", str(seed), "--resume"],

@@ -103,12 +103,9 @@ def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
     If the block raises, what it wrote is deleted, and the earlier run's folder has its name again. The folder of a run that trained no
     step is used again, so that failed attempts do not pile up. The files of its trackers are deleted: with them, the trackers would
     continue the earlier run and leave out the steps that they have.
-
-    Raises ValueError for a folder of collected episodes, or of a model: a run would overwrite what is in it.
     """
     steps, checkpoints = trained_steps(folder), complete_checkpoints(folder / "checkpoints")
     if not (steps or checkpoints or (folder / "model").exists()):
-        _check_is_no_other(folder)
         for name in TRACKER_FOLDERS:
             remove_folder(folder / name)
         yield None
@@ -124,8 +121,8 @@ def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
         raise
 
 
-def _check_is_no_other(folder: Path) -> None:
-    """Raises ValueError if the folder's ``config.json`` is not that of a run: its records would be emptied."""
+def check_is_no_other(folder: Path) -> None:
+    """Raises ValueError if ``folder`` holds collected episodes, or a model: a run would overwrite them."""
     found = read_object(folder / "config.json") or {}
     holds = "collected episodes" if "collect" in found else "a model" if "model_type" in found else None
     refuse_if(holds is not None, f"name must be that of a run, but {folder} holds {holds}: set another name.")

@@ -87,7 +87,7 @@ class Rank:
         try:
             return update.send(weights, self.sent)
         finally:
-            exhaust(weights)  # the other ranks still gather, whatever a sender of one's own does
+            exhaust(weights)  # the other ranks still gather, whatever a custom sender does
 
     def resend(self, update: WeightUpdate) -> TransferResult:
         """Send the weights that this rank has kept, also while its trainer works."""

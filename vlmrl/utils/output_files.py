@@ -70,11 +70,14 @@ def regular_file(folder: Path, *names: str) -> Path | None:
 def open_regular(path: Path, folder: Path | None = None) -> BinaryIO:
     """Open a file below ``folder``, by default the one that it is in, to read it. ``folder`` itself may be a link.
 
-    Raises ValueError for a link on the way, a pipe or a device, also if it took the place of a file just now: an earlier look at the
-    path does not say what is opened.
+    Raises ValueError for a link on the way, ``..``, a pipe or a device, also if it took the place of a file just now: an earlier look
+    at the path does not say what is opened.
     """
     folder = path.parent if folder is None else folder
-    *folders, name = path.relative_to(folder).parts
+    parts = path.relative_to(folder).parts
+    if not parts or ".." in parts:
+        raise ValueError(f"{path}: it must be a file below {folder}.")
+    *folders, name = parts
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | FOLDER)
     try:
         for each in folders:

@@ -124,7 +124,10 @@ class BrowserEnv(Env):
         return self.unfinished_reward or 0.0
 
     def read_actions(self, response: str) -> list[Action]:
-        """The actions in a response. Override it for another protocol. The text of a ValueError becomes the observation."""
+        """The actions in a response. Override it for another protocol. The text of a ValueError becomes the observation.
+
+        A response of over LONG_RESPONSE characters is read in a thread.
+        """
         calls = read_tool_calls(response, [self.schema], self.tool_format)
         if not calls:
             raise ValueError(f"Call {NAME}; to end the task, with the action terminate.")

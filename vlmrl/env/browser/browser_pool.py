@@ -162,7 +162,7 @@ class BrowserPool:
         """
         await self._opening.acquire()
         making = asyncio.create_task(BrowserTab.new(process.handle, kind, self.limits.timeout))
-        timed = asyncio.create_task(self._timed(asyncio.shield(making), "new tab"))
+        timed = asyncio.create_task(self._timed(making, "new tab"))
         timed.add_done_callback(_read_error)
         timed.add_done_callback(lambda _: self._opening.release())
         try:
