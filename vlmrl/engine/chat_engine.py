@@ -36,6 +36,7 @@ from vlmrl.utils.tokens import bearer_headers
 
 LONGEST_PAUSE = 30.0  # seconds between two attempts, unless the API asks for more
 LONGEST_WAIT = 3600.0  # seconds that it may ask for: then all requests wait, and an episode may fail
+MOST_BYTES = 8 * 2**20  # of one response, which is read in the run's event loop
 MOST_TOKENS = 2**32  # of one response, as the API reports them
 PASSING = (408, 409, 425, 429)  # statuses that another attempt may not meet, besides 5xx
 WRONG_ACCESS = (401, 403, 404)  # the key, the address or the model is wrong: no request will succeed
@@ -123,7 +124,8 @@ class ChatEngine:
             raise BudgetSpentError(f"--budget {self.model.budget}: {self.spent} tokens are spent.")
         url, times = URL(f"{self.model.url.rstrip('/')}/chat/completions"), aiohttp.ClientTimeout(total=seconds)
         try:
-            response = await http_loop().run(send_request("POST", url, content, self._headers, times))
+            sending = send_request("POST", url, content, self._headers, times, limit=MOST_BYTES)
+            response = await http_loop().run(sending)
             self._check_status(response)
             answer = read_response(response.body)
         except RetryableError:
