@@ -204,6 +204,20 @@ def test_a_refused_request_fails_its_task_and_a_wrong_key_the_run(monkeypatch):
     assert api.keys == ["Bearer secret"] and "secret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("status", [400, 200, 500])
+def test_a_key_that_an_api_repeats_in_an_error_is_not_recorded(status, monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "secret-key")
+    monkeypatch.setattr(http, "FIRST_PAUSE", 700.0)
+    monkeypatch.setattr(chat_engine, "LONGEST_PAUSE", 700.0)
+
+    async def sent(*words, **options):
+        return http.HttpResponse(status, b'"no such key: secret-key"', {})
+
+    monkeypatch.setattr(chat_engine, "send_request", sent)
+    trajectory, _ = play(Guess, "http://localhost", engine_timeout=600.0, api_options={"key_variable": "SOME_KEY"})
+    assert trajectory.ending == "error" and "secret" not in trajectory.error
+
+
 def test_the_budget_stops_requests():
     with fake_api(says("3")) as (api, url), pytest.raises(ValueError, match="--budget 20: 24 tokens are spent"):
         play(Guess, url, api_options={"budget": 20})
