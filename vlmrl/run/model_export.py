@@ -88,7 +88,7 @@ def _check_own_files(folder: Path) -> None:
 
 
 def _copy(found: Path, source: Path, part: Path) -> None:
-    """Copy the files of the folder ``found`` in ``source``. No link is followed, also if it has just replaced a file."""
+    """Copy the files of the folder ``found`` in ``source``. No link is followed, also if it just replaced a file."""
     for path in found.rglob("*"):
         copy = part / path.relative_to(found)
         if path.is_dir() and not path.is_symlink():
