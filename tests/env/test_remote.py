@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 from testing.episodes import a_task, image, play, play_audited, turn_loop, wait_until
 from testing.servers import free_port, served
 
@@ -23,7 +24,7 @@ from vlmrl import Env, RemoteEnv, RetryTurn, ToolEnv, obs
 from vlmrl.env.base import resolve_env
 from vlmrl.env.remote import client
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
-from vlmrl.env.remote.serialize import serialize_task
+from vlmrl.env.remote.serialize import serialize, serialize_task
 from vlmrl.env.session import EnvContractError, EnvSession
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import PointSet
@@ -324,6 +325,21 @@ async def test_the_memory_of_a_task_counts_and_not_the_bytes_of_its_request():
     server = EnvServer(resolve_env(Album))
     server.max_bytes = 2**22
     task = serialize_task(TASK) | {"data": {"many": [{}] * 40_000}}  # 160 kB, of which 9 MB are made
+    body = json.dumps({"task": task, "max_turns": 4, "tool_format": "json"}).encode()
+    with pytest.raises(RuntimeError, match=r"the tasks of the open ones have 4194304 bytes"):
+        await server.start("many", body)
+    assert not server.sessions
+
+
+@pytest.mark.parametrize("place", ["images", "data", "answer", "prompt"])
+async def test_the_memory_of_a_tasks_images_counts_before_they_are_decoded(place):
+    """A PNG of one color with 64 megapixels has 200 kB: a request of 25 MB had 100 of them, which take 25 GB."""
+    server = EnvServer(resolve_env(Album))
+    server.max_bytes = 2**22
+    image = serialize(Image.new("RGB", (1000, 600)), "image")
+    shown = [{"role": "user", "content": [{"type": "image", "image": image}] * 2}]
+    task = serialize_task(TASK) | {place: shown if place == "prompt" else {"many": [image] * 2}}
+    task["images"] = task["images"]["many"] if place == "images" else None
     body = json.dumps({"task": task, "max_turns": 4, "tool_format": "json"}).encode()
     with pytest.raises(RuntimeError, match=r"the tasks of the open ones have 4194304 bytes"):
         await server.start("many", body)

@@ -11,6 +11,7 @@ import pytest
 from vlmrl import Config
 from vlmrl.config.saved import SavedRun, from_plain, read_settings
 from vlmrl.model.loading import chat_template_text
+from vlmrl.run import model_export
 from vlmrl.run.model_export import export_model
 
 
@@ -51,6 +52,26 @@ def test_an_export_publishes_no_file_from_outside_of_the_models_folder(put, tmp_
     with pytest.raises(ValueError, match=r"notes\.txt must be a regular file"):
         export_model(model, str(tmp_path / "second"))
     assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("name", ["model", "model/vocab.txt", "model/sub", "model/sub/notes.txt"])
+def test_a_link_that_takes_the_place_of_a_file_after_the_look_at_it_is_not_exported(name, tmp_path, monkeypatch):
+    """Who owns the run's folder sees, by inotify, when the first file is read."""
+    run, private = tmp_path / "run", tmp_path / "private"
+    for folder in (run, private):
+        (folder / "model/sub").mkdir(parents=True)
+        (folder / "model/config.json").write_text('{"model_type": "qwen2"}')
+        (folder / "model/vocab.txt").write_text(folder.name)
+        (folder / "model/sub/notes.txt").write_text(folder.name)
+
+    def replace_after_look(folder):
+        (run / name).rename(tmp_path / "aside")
+        (run / name).symlink_to(private / name)
+
+    monkeypatch.setattr(model_export, "_check_own_files", replace_after_look)
+    with pytest.raises((ValueError, NotADirectoryError)):
+        export_model(run, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_publishes_no_folder_that_a_run_links_to(tmp_path):

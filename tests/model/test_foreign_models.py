@@ -108,6 +108,34 @@ def test_a_tokenizer_is_read_from_no_file_elsewhere(qwen3_vl, tmp_path):
         load_reader(Model(path=str(folder)), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.txt", "additional_chat_templates"])
+def test_a_link_to_a_text_elsewhere_is_not_read(name, qwen3_vl, tmp_path):
+    """An export of a run with this model would publish it. Links within the folder and to the hub's blobs are usual."""
+    blobs, private = tmp_path / "hub/blobs", tmp_path / "private"
+    folder = copied(qwen3_vl, tmp_path / "hub/snapshots/1")
+    blobs.mkdir()
+    private.mkdir()
+    for file in ("tokenizer.json", "chat_template.jinja", "model.safetensors"):
+        (folder / file).rename(blobs / file)
+        (folder / file).symlink_to(f"../../blobs/{file}")
+    (folder / "other.jinja").symlink_to("chat_template.jinja")
+    assert load_reader(Model(path=str(folder)), tmp_path).renderer.chat_template
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(private)
+    with pytest.raises(ValueError, match=rf"{name} must be in the folder, but it is a link to .*private"):
+        load_reader(Model(path=str(folder)), tmp_path)
+
+
+def test_the_blobs_of_a_model_are_no_link_either(qwen3_vl, tmp_path):
+    folder, private = copied(qwen3_vl, tmp_path / "hub/snapshots/1"), tmp_path / "private"
+    private.mkdir()
+    (private / "id_rsa").write_text("secret")
+    (tmp_path / "hub/blobs").symlink_to(private)
+    (folder / "vocab.txt").symlink_to("../../blobs/id_rsa")
+    with pytest.raises(ValueError, match=r"vocab\.txt must be in the folder, but it is a link to .*private/id_rsa"):
+        load_reader(Model(path=str(folder)), tmp_path)
+
+
 def test_pickled_code_in_weights_is_not_run(qwen3_vl, tmp_path):
     marker, folder = tmp_path / "code-has-run", copied(qwen3_vl, tmp_path / "model")
     (folder / "model.safetensors").unlink()

@@ -182,6 +182,15 @@ def test_lasting_faults_fail_the_episode_with_their_reason(monkeypatch):
     assert trajectory.ending == "error" and "Bad gateway" in trajectory.error and not trajectory.non_retryable
 
 
+def test_a_long_response_is_not_read_to_its_end(monkeypatch):
+    """It is read in the event loop of all episodes: one of 250 MB took 7 s there."""
+    monkeypatch.setattr(http, "FIRST_PAUSE", 700.0)
+    monkeypatch.setattr(chat_engine, "LONGEST_PAUSE", 700.0)
+    with fake_api(says("7" * chat_engine.MOST_BYTES)) as (_, url):
+        trajectory, _ = play(Guess, url, engine_timeout=600.0)
+    assert trajectory.ending == "error" and f"more than {chat_engine.MOST_BYTES} bytes" in trajectory.error
+
+
 def test_a_refused_request_fails_its_task_and_a_wrong_key_the_run(monkeypatch):
     with fake_api(says("7"), ["400"]) as (_, url):
         trajectory, _ = play(Guess, url)
@@ -193,6 +202,20 @@ def test_a_refused_request_fails_its_task_and_a_wrong_key_the_run(monkeypatch):
     ):
         play(Guess, url, api_options={"key_variable": "SOME_KEY"})
     assert api.keys == ["Bearer secret"] and "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("status", [400, 200, 500])
+def test_a_key_that_an_api_repeats_in_an_error_is_not_recorded(status, monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "secret-key")
+    monkeypatch.setattr(http, "FIRST_PAUSE", 700.0)
+    monkeypatch.setattr(chat_engine, "LONGEST_PAUSE", 700.0)
+
+    async def sent(*words, **options):
+        return http.HttpResponse(status, b'"no such key: secret-key"', {})
+
+    monkeypatch.setattr(chat_engine, "send_request", sent)
+    trajectory, _ = play(Guess, "http://localhost", engine_timeout=600.0, api_options={"key_variable": "SOME_KEY"})
+    assert trajectory.ending == "error" and "secret" not in trajectory.error
 
 
 def test_the_budget_stops_requests():

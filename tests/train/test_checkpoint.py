@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from testing.fsdp_script import samples_of
 
 from vlmrl.config import Algo, Lora, Model, Optim
 from vlmrl.model.loading import load_model
+from vlmrl.train import checkpoint as checkpoint_module
 from vlmrl.train.checkpoint import (
     Checkpoints,
     load_random,
@@ -225,6 +227,28 @@ def test_a_checkpoint_names_no_file_elsewhere(tmp_path, elsewhere):
         (checkpoint / "trainer").symlink_to(tmp_path / "private")
     with pytest.raises(ValueError, match="which is no regular file of its own"):
         load_tensors(checkpoint, {"weight/a": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("replaced", ["trainer/__0_0.distcp", "trainer"])
+def test_a_link_that_takes_the_place_of_a_part_after_the_look_at_it_is_not_read(replaced, tmp_path, monkeypatch):
+    checkpoint, private = tmp_path / "checkpoint", tmp_path / "private"
+    save_tensors(private, {"weight/a": torch.ones(2)})
+    save_tensors(checkpoint, {"weight/a": torch.zeros(2)})
+    read_metadata = checkpoint_module._Reader.read_metadata
+
+    def then_replaced(reader):
+        metadata = read_metadata(reader)
+        if not (checkpoint / replaced).is_symlink():
+            shutil.move(checkpoint / replaced, tmp_path / "aside")
+            (checkpoint / replaced).symlink_to(private / replaced)
+        return metadata
+
+    tensors = {"weight/a": torch.zeros(2)}
+    monkeypatch.setattr(checkpoint_module, "check_tensors", lambda *words: None)
+    monkeypatch.setattr(checkpoint_module._Reader, "read_metadata", then_replaced)
+    with pytest.raises(ValueError, match="must be a regular file, but it is a link"):
+        load_tensors(checkpoint, tensors)
+    assert not tensors["weight/a"].any()
 
 
 def test_the_metadata_of_a_checkpoint_are_read_once(tmp_path, monkeypatch):

@@ -32,10 +32,11 @@ from vlmrl.utils.http import (
     parse_json,
     send_request,
 )
-from vlmrl.utils.tokens import bearer_headers
+from vlmrl.utils.tokens import bearer, bearer_token
 
 LONGEST_PAUSE = 30.0  # seconds between two attempts, unless the API asks for more
 LONGEST_WAIT = 3600.0  # seconds that it may ask for: then all requests wait, and an episode may fail
+MOST_BYTES = 8 * 2**20  # of one response, which is read in the run's event loop
 MOST_TOKENS = 2**32  # of one response, as the API reports them
 PASSING = (408, 409, 425, 429)  # statuses that another attempt may not meet, besides 5xx
 WRONG_ACCESS = (401, 403, 404)  # the key, the address or the model is wrong: no request will succeed
@@ -85,7 +86,8 @@ class ChatEngine:
         self.model = model
         self.spent = 0
         self.retries = 0
-        self._headers = {"Content-Type": "application/json", **bearer_headers(model.key_variable)}
+        self._key = bearer_token(model.key_variable)
+        self._headers = {"Content-Type": "application/json", **bearer(self._key)}
         self._not_before = 0.0  # of the next request, by time.monotonic(): a rate limit holds for all of them
 
     async def complete(
@@ -123,12 +125,13 @@ class ChatEngine:
             raise BudgetSpentError(f"--budget {self.model.budget}: {self.spent} tokens are spent.")
         url, times = URL(f"{self.model.url.rstrip('/')}/chat/completions"), aiohttp.ClientTimeout(total=seconds)
         try:
-            response = await http_loop().run(send_request("POST", url, content, self._headers, times))
+            sending = send_request("POST", url, content, self._headers, times, limit=MOST_BYTES)
+            response = await http_loop().run(sending)
             self._check_status(response)
             answer = read_response(response.body)
-        except RetryableError:
+        except RetryableError as error:
             self.retries += 1
-            raise
+            raise RetryableError(self._without_key(str(error)), error.after) from error
         if self.model.budget is not None and answer.prompt_tokens is None:
             raise ValueError(f"--budget needs an API that reports its tokens, but {self.model.url} sends no `usage`.")
         self.spent += (answer.prompt_tokens or 0) + (answer.response_tokens or 0)
@@ -137,7 +140,8 @@ class ChatEngine:
     def _check_status(self, response: HttpResponse) -> None:
         if response.status == 200:
             return
-        reason = f"{response.status} {excerpt(response.body, 300)}"
+        body = self._without_key(response.body.decode(errors="replace"))
+        reason = f"{response.status} {body:.300}"
         if response.status in PASSING or response.status >= 500:
             after = retry_after(response.headers)
             self._not_before = max(self._not_before, time.monotonic() + after)
@@ -148,6 +152,10 @@ class ChatEngine:
             )
             raise ValueError(f"--api {self.model.url} --model {self.model.name}: {remedy}. The API says: {reason}")
         raise RefusedError(reason, response.status)
+
+    def _without_key(self, text: str) -> str:
+        """For errors, which are logged and recorded: an API may repeat the key in its own."""
+        return text.replace(self._key, "[the key]") if self._key else text
 
     def report(self) -> str:
         """What has been spent so far, in a line."""

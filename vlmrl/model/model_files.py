@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 from vlmrl.utils.json_files import read_object
 
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 def check_weight_files(path: str) -> None:
@@ -43,10 +45,25 @@ def check_tokenizer_files(path: str) -> None:
     """Raises ValueError if the tokenizer of a model's folder is in a file elsewhere. A model of the hub has no such file."""
     if not Path(path).is_dir():
         return
+    _check_links(Path(os.path.realpath(path)))
     named = _object(path, TOKENIZER_CONFIG_NAME).get("fast_tokenizer_files", [])
     _check_own(
         path, f"fast_tokenizer_files in its {TOKENIZER_CONFIG_NAME}", named if isinstance(named, list) else [named]
     )
+
+
+def _check_links(folder: Path) -> None:
+    """Raises ValueError for a link to a text elsewhere: template and tokens become a part of the saved model.
+
+    The hub's cache keeps the content of a model's files in a folder ``blobs``, to which they are links.
+    """
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        real = Path(os.path.realpath(path))
+        if path.suffix not in WEIGHTS and not (real.is_relative_to(folder) or real.parent.name == "blobs"):
+            raise ValueError(
+                f"model.path {str(folder)!r}: {path.name} must be in the folder, but it is a link to {real}, whose "
+                "content would become a part of the saved model: copy the file there, if you mean it."
+            )
 
 
 def load_video_processor(path: str) -> Any:

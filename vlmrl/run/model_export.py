@@ -13,7 +13,7 @@ from vlmrl.model.loading import LoadedModel, hub_errors, is_model_folder, load_m
 from vlmrl.model.lora import named_adapters, save_adapters
 from vlmrl.run.run_folder import newest_weights
 from vlmrl.train.checkpoint import load_weights
-from vlmrl.utils.output_files import atomic_folder
+from vlmrl.utils.output_files import atomic_folder, open_regular
 
 HUB = "hub:"
 
@@ -31,13 +31,13 @@ def export_model(source: Path, to: str, *, adapters: bool = False) -> Path:
     found = _found_in(source, adapters)
     if to.startswith(HUB):
         with tempfile.TemporaryDirectory(prefix="vlmrl-export-") as scratch:
-            _write(found, Path(scratch) / "model", adapters)
+            _write(found, source, Path(scratch) / "model", adapters)
             _upload(Path(scratch) / "model", to.removeprefix(HUB))
     else:
         target = Path(to)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ValueError(f"--to must be a new or an empty folder, but {to!r} holds files.")
-        _write(found, target, adapters)
+        _write(found, source, target, adapters)
     return found
 
 
@@ -60,12 +60,12 @@ def _found_in(source: Path, adapters: bool) -> Path:
     return newest
 
 
-def _write(found: Path, target: Path, adapters: bool) -> None:
+def _write(found: Path, source: Path, target: Path, adapters: bool) -> None:
     with atomic_folder(target, "--to") as part:
         try:
             _check_own_files(found)
             if not is_checkpoint(found):
-                shutil.copytree(found, part, dirs_exist_ok=True)
+                _copy(found, source, part)
                 return
         except RecursionError:
             raise ValueError(f"{found} has folders that are nested too deeply for a model: remove them.") from None
@@ -85,6 +85,17 @@ def _check_own_files(folder: Path) -> None:
             raise ValueError(
                 f"{path} must be a regular file, but it is a link or something else, which is not exported: copy the file there."
             )
+
+
+def _copy(found: Path, source: Path, part: Path) -> None:
+    """Copy the files of the folder ``found`` in ``source``. No link is followed, also if it just replaced a file."""
+    for path in found.rglob("*"):
+        copy = part / path.relative_to(found)
+        if path.is_dir() and not path.is_symlink():
+            copy.mkdir()
+            continue
+        with open_regular(path, source) as file, copy.open("wb") as written:
+            shutil.copyfileobj(file, written)
 
 
 def _trained_model(checkpoint: Path) -> tuple[Model, LoadedModel]:

@@ -28,12 +28,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from vlmrl.utils.output_files import atomic_folder, regular_file, remove_folder
+from vlmrl.utils.output_files import atomic_folder, open_regular, regular_file, remove_folder
 from vlmrl.utils.require import require
 
 Tensors = dict[str, torch.Tensor]
@@ -70,13 +70,26 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class _OwnFiles(FileSystem):
+    """Opens a file of a checkpoint. A link that took its place after the look at it is not followed."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with open_regular(Path(path), Path(path).parent.parent) as stream:  # the folder `trainer` may be a link, too
+            yield stream
+
+
 class _Reader(FileSystemReader):
     """As torch's, whose metadata are pickled: those of a checkpoint that somebody else made could run any code."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = _OwnFiles()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         folder = Path(self.path)
         with readable(folder.parent):
-            with _own_file(folder, ".metadata").open("rb") as file:
+            with self.fs.create_stream(_own_file(folder, ".metadata"), "rb") as file:
                 metadata: Metadata = _MetadataUnpickler(
                     file
                 ).load()  # alone: torch would read what may be another file by now
@@ -94,7 +107,7 @@ class _Reader(FileSystemReader):
             for part in (self.storage_data[item.storage_index] for item in plan.items)
         }
         for part in parts.values():
-            with (Path(self.path) / part.relative_path).open("rb") as file:
+            with self.fs.create_stream(Path(self.path) / part.relative_path, "rb") as file:
                 file.seek(part.offset)
                 _check_sums(part.relative_path, BytesIO(file.read(part.length)))
         return super().read_data(plan, planner)

@@ -33,7 +33,7 @@ from aiohttp.typedefs import Handler
 from vlmrl.config import Options
 from vlmrl.env.base import EnvSpec, RetryTurn, resolve_env
 from vlmrl.env.remote.client import TOKEN_VARIABLE
-from vlmrl.env.remote.serialize import MAX_TEXT, deserialize_task, serialize_messages
+from vlmrl.env.remote.serialize import MAX_TEXT, decoded_bytes, deserialize_task, serialize_messages
 from vlmrl.env.session import EnvContractError, EnvSession
 from vlmrl.multimodal.embedded import Refuse, fetch_embedded, refusing_sources_of
 from vlmrl.multimodal.fetch import is_url
@@ -101,7 +101,7 @@ class EnvServer:
         self.timeout = timeout
         self.idle_timeout = idle_timeout
         self.max_sessions = max_sessions
-        self.max_bytes = memory_bytes() // 4  # of the tasks of the open sessions, which keep their images
+        self.max_bytes = memory_bytes() // 4  # of the tasks of the open sessions, with their images decoded
         self.sessions: dict[str, _OpenSession] = {}
         self._starting: set[str] = set()  # names of sessions whose tasks are being read
 
@@ -344,7 +344,8 @@ def _read_start(content: bytes) -> _Start:
     tool_format = _field(body, "tool_format", str, optional=True) or "json"
     try:
         task = deserialize_task(body.get("task"))
-        return _Start(task, refusing_sources_of(vars(task)), max_turns, tool_format, parsed_bytes(content))
+        size = parsed_bytes(content) + decoded_bytes(vars(task))
+        return _Start(task, refusing_sources_of(vars(task)), max_turns, tool_format, size)
     except RecursionError:
         raise RequestError("task must not be nested so deeply.") from None
     except ValueError as error:

@@ -29,6 +29,7 @@ from vlmrl.types import Message, Task
 IMAGE, BYTES, FLOAT, ESCAPED = "$image", "$bytes", "$float", "$dict"
 MARKERS = frozenset({IMAGE, BYTES, FLOAT, ESCAPED})
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+BYTE_MODES = ("1", "L", "P")  # of Pillow, which keeps a byte for each of their pixels, and four for one of RGB
 MAX_TEXT = 2**22  # characters of the messages of one payload, about a million tokens
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -127,6 +128,18 @@ def deserialize_task(payload: Any) -> Task:
     for index, image in enumerate(images):
         check_embedded(image, f"task.images[{index}]")
     return Task(prompt=prompt, images=images, **rest)
+
+
+def decoded_bytes(value: Any) -> int:
+    """The memory that the images in a restored value take once they are decoded. The same image counts once."""
+    images, inner = dict[int, Image.Image](), [value]
+    while inner:
+        each = inner.pop()
+        if isinstance(each, Image.Image):
+            images[id(each)] = each
+        elif isinstance(each, dict | list):
+            inner += each.values() if isinstance(each, dict) else each
+    return sum(image.width * image.height * (1 if image.mode in BYTE_MODES else 4) for image in images.values())
 
 
 def checked_tools(payload: Any) -> list[dict[str, Any]]:
