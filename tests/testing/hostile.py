@@ -235,7 +235,7 @@ def harmless(case: Any, allowed: tuple[str, ...] = ()) -> Iterator[None]:
 
 
 def _of_earlier_test(event: str, case: str) -> bool:
-    """Whether a client of an earlier test asks for its server, which has ended: the port is a server's, and the case does not name it."""
+    """Whether a client of an earlier test asks for its server, which has ended: a port that the case does not name."""
     port = re.search(r"\('127\.0\.0\.1', (\d{5})\)", event)
     return port is not None and port[1] not in case
 
