@@ -73,9 +73,9 @@ def run_evaluation(
 
 def _inode(folder: Path | None) -> tuple[int, int] | None:
     """What distinguishes a folder from another one of its name."""
-    with suppress(OSError, AttributeError):
-        found = folder.stat()
-        return found.st_dev, found.st_ino
+    with suppress(OSError):
+        found = None if folder is None else folder.stat()
+        return None if found is None else (found.st_dev, found.st_ino)
     return None
 
 
