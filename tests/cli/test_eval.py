@@ -120,6 +120,25 @@ def test_a_run_whose_folder_cannot_be_written_is_evaluated(folder, tmp_path, cap
     assert "are not in its run's folder, which cannot be written" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("aside", ["say.1", "elsewhere"])
+def test_the_results_go_to_no_run_that_took_the_name_meanwhile(aside, folder, tmp_path, monkeypatch, capsys):
+    """The folder that was evaluated gets them if the new run has set it aside."""
+    original, run = program.evaluate_run, tmp_path / "say"
+    shutil.copytree(folder / "runs/say", run, ignore=shutil.ignore_patterns("evaluations"))
+
+    async def replaced(*args, **kwargs):
+        result = await original(*args, **kwargs)
+        shutil.copytree(run.rename(tmp_path / aside), run)
+        return result
+
+    monkeypatch.setattr(program, "evaluate_run", replaced)
+    vlmrl("eval", folder / "recipe.py", "--output-dir", tmp_path, "--models", run)
+    assert not (run / "evaluations").exists()
+    assert len(list((tmp_path / aside).glob("evaluations/*"))) == (aside == "say.1")
+    moved = "which was moved or deleted meanwhile" in " ".join(capsys.readouterr().out.split())
+    assert moved == (aside == "elsewhere")
+
+
 def test_greedy_samples_of_a_task_are_equal(folder, tmp_path):
     out = tmp_path / "results.json"
     options = ["--eval.samples-per-task", "2", "--eval.temperature", "0", "--model.path", folder / "runs/say/model"]

@@ -304,6 +304,22 @@ def test_a_number_that_a_float_cannot_hold_is_refused_and_half_a_surrogate_pair_
 
 
 @pytest.mark.slow
+def test_episodes_of_another_program_are_not_replaced(collect, capsys):
+    """Such as those of datasets/zoom_episodes.py, or of a folder whose trajectories.jsonl was deleted."""
+    with fake_api(Player()) as (_, url):
+        folder = collect(url, "--tasks", "2", "--keep.min-reward", "9")
+        assert not rows_of(folder)
+        (folder / "trajectories.jsonl").unlink()
+        collect(url, "--tasks", "1")  # it replaces a file without rows
+        (folder / "trajectories.jsonl").unlink()
+        before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        with pytest.raises(SystemExit, match="1"):
+            collect(url, "--tasks", "1")
+    assert "trajectories.jsonl has no record of" in capsys.readouterr().err
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.slow
 def test_our_policy_has_its_tokens_and_logprobs(collect):
     folder = collect(None, "--episodes", "2", "--tasks", "2", "--model.path", "tiny:qwen3_vl")
     rows = rows_of(folder)

@@ -22,6 +22,7 @@ from vlmrl.config import Checkpoint, Config, Eval, Lora, Model, WarmStart
 from vlmrl.config.saved import read_config
 from vlmrl.model.loading import load_reader
 from vlmrl.report.records import plain
+from vlmrl.run import model_export
 from vlmrl.run.checkpointing import LoopState, save_model, save_stopped
 from vlmrl.run.model_export import export_model
 from vlmrl.run.program import run_training
@@ -64,6 +65,21 @@ def test_a_checkpoint_is_exported_as_the_run_saves_its_model(kind, request, tmp_
     assert names == {path.name for path in (run / "model").iterdir()}
     assert_equal(weights(tmp_path / "out"), weights(run / "model"))
     assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {(run / "config.json").stat().st_mode}
+
+
+def test_an_export_replaces_no_run_that_began_in_its_folder_meanwhile(full, tmp_path, monkeypatch):
+    """It takes minutes, at whose end it deleted what had its name: a run's folder, or another export."""
+    load, metrics = model_export.load_model, tmp_path / "out/metrics.jsonl"
+
+    def slow(*arguments):
+        metrics.parent.mkdir()
+        metrics.write_text("{}")
+        return load(*arguments)
+
+    monkeypatch.setattr(model_export, "load_model", slow)
+    with pytest.raises(ValueError, match="was filled meanwhile"):
+        export_model(full / "checkpoints/step000001", str(tmp_path / "out"))
+    assert metrics.read_text() == "{}" and list(tmp_path.rglob("*")) == [metrics.parent, metrics]
 
 
 def test_transformers_loads_it_with_its_processor_and_template(full, tmp_path):

@@ -79,6 +79,15 @@ def test_a_run_without_a_checkpoint_says_that_it_cannot_go_on(tmp_path):
     assert message is not None and message.endswith("It has no checkpoint to continue from.")
 
 
+def test_a_fine_tuning_that_was_killed_before_a_checkpoint_is_set_aside(tmp_path):
+    """Its metrics were emptied: hours of a run that a full memory ended, at the next command of its name."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/metrics.jsonl").write_text('{"step": 9, "sft/loss": 0.5}\n')
+    message = message_of(tmp_path / "x")
+    assert message is not None and "held a run of 9 steps" in message
+    assert (tmp_path / "x.1/metrics.jsonl").exists()
+
+
 def test_a_failed_attempt_that_trained_no_step_leaves_its_folder_to_the_next(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0, "eval/reward/mean": 0.5}\n')

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 
 from vlmrl.config import Config
+from vlmrl.config.checks import refuse_if
 from vlmrl.config.collection import Collection
+from vlmrl.data.conversations import EPISODES
 from vlmrl.data.stream import Draw
 from vlmrl.engine.chat_engine import ApiModel, BudgetSpentError
 from vlmrl.report.progress import Phase, RunProgress
@@ -78,6 +80,7 @@ def _player(config: Config, model: str | None, api: ApiModel | None) -> tuple[Pl
 
 def _collect(run: Playing, folder: Path, collection: Collection, model: str, progress: RunProgress) -> None:
     recorded = read_recorded(folder)
+    _check_episodes(folder, recorded)
     settings = {**plain(run.config), "collect": {"model": model} | _weights(run)}
     _check_settings(folder, settings)
     with RunLog(folder, {"trajectories.jsonl": recorded.size}) as log:
@@ -94,6 +97,15 @@ def _collect(run: Playing, folder: Path, collection: Collection, model: str, pro
             summary = {name: value for name, value in counts.items() if name != "reasons"}
             atomic_write(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
             progress.say(_report(folder, counts))
+
+
+def _check_episodes(folder: Path, recorded: Recorded) -> None:
+    """Raises ValueError if the folder has episodes without records, of which its ``episodes.jsonl`` would be made again."""
+    file = folder / EPISODES
+    refuse_if(
+        not recorded.size and file.exists() and file.stat().st_size > 0,
+        f"{file} has episodes, and trajectories.jsonl has no record of them: they would be replaced. Name another folder with --out.",
+    )
 
 
 def _weights(run: Playing) -> dict[str, str]:

@@ -5,9 +5,11 @@ A model is a Hugging Face folder or name, a run's folder, or one of its checkpoi
 
 from __future__ import annotations
 
+import glob
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -54,10 +56,12 @@ def run_evaluation(
             if len(models) > 1:
                 progress.say(f"model {number} of {len(models)}: {model.name}")
             settings = replace(config, model=model.settings)
+            inode = _inode(model.run_folder)
             evaluate_model(settings, model, progress, rows)
             if model.run_folder is not None:
                 own = [row for row in rows if row.model == model.name]
-                _write_to_run(model.run_folder, model.name, eval_document(own, config.seed, origin, settings), progress)
+                document = eval_document(own, config.seed, origin, settings)
+                _write_to_run(_of_inode(model.run_folder, inode), model.name, document, progress)
     finally:  # also if a later one fails: those before it took hours, or an API's tokens
         if rows:
             print_report(progress.console, rows, config.seed)
@@ -68,8 +72,25 @@ def run_evaluation(
             progress.say(f"results: {out}" + (f", without those of {', '.join(missing)}" if missing else ""))
 
 
-def _write_to_run(folder: Path, name: str, document: dict[str, object], progress: RunProgress) -> None:
+def _inode(folder: Path | None) -> tuple[int, int] | None:
+    """What distinguishes a folder from another one of its name."""
+    with suppress(OSError):
+        found = None if folder is None else folder.stat()
+        return None if found is None else (found.st_dev, found.st_ino)
+    return None
+
+
+def _of_inode(folder: Path, inode: tuple[int, int] | None) -> Path | None:
+    """The folder that was evaluated: a new run of its name may have set it aside meanwhile, as `NAME.1`. None: it is gone."""
+    near = [folder, *sorted(folder.parent.glob(f"{glob.escape(folder.name)}.*"))]
+    return next((each for each in near if inode is not None and _inode(each) == inode), None)
+
+
+def _write_to_run(folder: Path | None, name: str, document: dict[str, object], progress: RunProgress) -> None:
     """Write the results of a run's model to its folder, if that can be written: the run may be somebody else's."""
+    if folder is None:
+        progress.say(f"the results of {name} are not in its run's folder, which was moved or deleted meanwhile")
+        return
     now = datetime.now().strftime("%Y%m%dT%H%M%S.%f")  # two evaluations may end in one second
     path = folder / "evaluations" / f"{now}-{Path(name).name}.json"
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -37,7 +38,12 @@ def export_model(source: Path, to: str, *, adapters: bool = False) -> Path:
         target = Path(to)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ValueError(f"--to must be a new or an empty folder, but {to!r} holds files.")
-        _write(found, source, target, adapters)
+        try:
+            _write(found, source, target, adapters)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            raise ValueError(f"--to must be a new or an empty folder, but {to!r} was filled meanwhile.") from error
     return found
 
 
@@ -61,7 +67,7 @@ def _found_in(source: Path, adapters: bool) -> Path:
 
 
 def _write(found: Path, source: Path, target: Path, adapters: bool) -> None:
-    with atomic_folder(target, "--to") as part:
+    with atomic_folder(target, "--to", replaces=False) as part:
         try:
             _check_own_files(found)
             if not is_checkpoint(found):

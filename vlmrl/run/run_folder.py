@@ -104,7 +104,7 @@ def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
     step is used again, so that failed attempts do not pile up. The files of its trackers are deleted: with them, the trackers would
     continue the earlier run and leave out the steps that they have.
     """
-    steps, checkpoints = trained_steps(folder), complete_checkpoints(folder / "checkpoints")
+    steps, checkpoints = trained_steps(folder) or _imitated_steps(folder), complete_checkpoints(folder / "checkpoints")
     if not (steps or checkpoints or (folder / "model").exists()):
         for name in TRACKER_FOLDERS:
             remove_folder(folder / name)
@@ -136,6 +136,12 @@ def _how_to_continue_earlier(aside: Path) -> str:
 def trained_steps(folder: Path) -> int:
     """The last step that is in the metrics of a run; 0 if there is none."""
     steps = (row.get("step") for row in read_rows(folder / "metrics.jsonl") if "groups/trained" in row)
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def _imitated_steps(folder: Path) -> int:
+    """The last step of a fine-tuning or a warm start that is in the metrics of a run; 0 if there is none."""
+    steps = (row.get("step") for row in read_rows(folder / "metrics.jsonl") if "sft/loss" in row)
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 

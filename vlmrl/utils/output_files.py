@@ -141,9 +141,9 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 @contextmanager
-def atomic_folder(folder: Path, option: str = "output_dir") -> Iterator[Path]:
+def atomic_folder(folder: Path, option: str = "output_dir", *, replaces: bool = True) -> Iterator[Path]:
     """An empty folder to write to. When the block ends it is flushed to the disk and takes the name ``folder``; an earlier one of
-    that name is deleted. After an error nothing is left of it.
+    that name is deleted, or is an error unless it is empty, if ``replaces`` is False. After an error nothing is left of it.
 
     All files get the mode that the umask gives: safetensors would make them readable by their owner alone.
     """
@@ -158,7 +158,7 @@ def atomic_folder(folder: Path, option: str = "output_dir") -> Iterator[Path]:
                 if path.is_file():
                     path.chmod(mode)
                 _flush(path)
-            earlier = _aside(folder)
+            earlier = _aside(folder) if replaces else None
             part.rename(folder)
             _flush(folder.parent)
             if earlier is not None:
