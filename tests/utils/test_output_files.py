@@ -9,7 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vlmrl.utils.output_files import OutputError, atomic_folder, atomic_write, check_writable, output_errors, whole_file
+from vlmrl.utils.output_files import (
+    OutputError,
+    atomic_folder,
+    atomic_write,
+    check_writable,
+    open_regular,
+    output_errors,
+    whole_file,
+)
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path):
@@ -125,3 +133,20 @@ def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(OutputError, match="Not a directory"):
         atomic_write(tmp_path / "runs/x/config.json", "{}")
+
+
+@pytest.mark.parametrize("path", ["own", "own/../outside", "own/link", "own/folder/inside", "own/pipe"])
+def test_nothing_but_a_regular_file_below_the_folder_is_opened(path, tmp_path):
+    """Also if a look at it said otherwise a moment before."""
+    own = tmp_path / "own"
+    (tmp_path / "elsewhere").mkdir()
+    (own / "inner").mkdir(parents=True)
+    for file in (tmp_path / "outside", tmp_path / "elsewhere/inside", own / "inner/file"):
+        file.write_text("content")
+    (own / "link").symlink_to(tmp_path / "outside")
+    (own / "folder").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(own / "pipe")
+    with pytest.raises(ValueError, match=r"it must be a (regular )?file"):
+        open_regular(tmp_path / path, own)
+    with open_regular(own / "inner/file", own) as file:
+        assert file.read() == b"content"
