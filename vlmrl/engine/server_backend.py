@@ -144,8 +144,6 @@ class Attempt:
     """Return the experts of all tokens from ``request.routing_from`` on."""
     device: str
     """On which the server computes: ``cuda`` or ``cpu``."""
-    oldest: int = 0
-    """The policy version of the weights that were sent before: an older one has missed an update."""
 
     @property
     def most_values(self) -> int:

@@ -194,9 +194,9 @@ class ServerEngine:
         failures, name_images = 0, True
         while failures < attempts:
             server, images = await self._pick_server(request, name_images)
-            began = time.monotonic()
+            began, oldest = time.monotonic(), self.policy_version
             try:
-                return await self._attempt(server, request, images)
+                return _not_older(await self._attempt(server, request, images), oldest)
             except AdapterExchanged:
                 continue  # no failure of the server: it gets the request again, for the new adapter
             except (*UNREACHED, ServerError, BadResponse) as error:
@@ -262,7 +262,6 @@ class ServerEngine:
             banned_ids=self._banned_ids,
             expert_routing=self._routing is not None,
             device=server.info.device,
-            oldest=self.policy_version,
         )
         server.in_flight += 1
         began = time.monotonic()
@@ -304,7 +303,7 @@ class ServerEngine:
             raise BadResponse(f"a response of another form: {what}: {reprlib.repr(response)}") from error
 
     def _parsed(self, attempt: Attempt, response: Any) -> Completion:
-        completion = completion_of(
+        return completion_of(
             attempt.request,
             self.backend.parse(attempt, response),
             self.versions,
@@ -314,10 +313,6 @@ class ServerEngine:
             banned_ids=self._banned_ids,
             vocabulary=self._vocabulary,
         )
-        version = min(completion.policy_versions, default=attempt.oldest)
-        if version < attempt.oldest:
-            raise StaleWeights(f"it was sampled from weights of version {version}, not of {attempt.oldest}")
-        return completion
 
     def _abort(self, server: Server, attempt_id: str) -> None:
         call = self.servers.call(server, *self.backend.abort(attempt_id), timeout=ABORT_SECONDS)
@@ -401,6 +396,16 @@ class ServerEngine:
                 ) from error
             if asleep is not None:
                 server.asleep = asleep
+
+
+def _not_older(response: Completion, oldest: int) -> Completion:
+    """Raises StaleWeights for a token of an earlier version than ``oldest``: an update never reached the server that sampled it.
+
+    The startup parity check sends weights of an earlier version, and does not come here. Scores of a teacher have no versions.
+    """
+    if isinstance(response, Completion) and min(response.policy_versions, default=oldest) < oldest:
+        raise StaleWeights(f"it was sampled from weights of version {min(response.policy_versions)}, not of {oldest}")
+    return response
 
 
 async def _unless_drained(server: Server, call: Coroutine[Any, Any, Any]) -> Any:
