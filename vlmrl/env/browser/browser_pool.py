@@ -13,7 +13,13 @@ from functools import cache
 from typing import Any, TypeVar
 
 from vlmrl.env.browser.browser_tab import BrowserTab, TabKind
-from vlmrl.env.browser.chromium_process import START_SECONDS, ChromiumProcess, check_temporary_folder, find_chromium
+from vlmrl.env.browser.chromium_process import (
+    START_SECONDS,
+    ChromiumProcess,
+    check_temporary_folder,
+    find_chromium,
+    read_error,
+)
 from vlmrl.utils.machine_memory import memory_bytes
 from vlmrl.utils.require import require
 from vlmrl.utils.threads import LoopThread
@@ -163,7 +169,7 @@ class BrowserPool:
         await self._opening.acquire()
         making = asyncio.create_task(BrowserTab.new(process.handle, kind, self.limits.timeout))
         timed = asyncio.create_task(self._timed(making, "new tab"))
-        timed.add_done_callback(_read_error)
+        timed.add_done_callback(read_error)
         timed.add_done_callback(lambda _: self._opening.release())
         try:
             return await asyncio.shield(timed)
@@ -210,7 +216,7 @@ class BrowserPool:
         answer for it, and would fail the next call of any episode with that.
         """
         task = asyncio.ensure_future(call)
-        task.add_done_callback(_read_error)
+        task.add_done_callback(read_error)
         try:
             async with asyncio.timeout(self.limits.timeout):
                 return await asyncio.shield(task)
@@ -308,12 +314,6 @@ def _ignore_closed_connection(loop: asyncio.AbstractEventLoop, context: dict[str
     """Playwright leaves futures behind when its driver is killed, which asyncio would print as never retrieved."""
     if "Connection closed" not in str(context.get("exception")):
         loop.default_exception_handler(context)
-
-
-def _read_error(call: asyncio.Future[Any]) -> None:
-    """Read the error of a call that was given up: asyncio would print that it was never retrieved."""
-    if not call.cancelled():
-        call.exception()
 
 
 def _reason(error: BaseException) -> str:

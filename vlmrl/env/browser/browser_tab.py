@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from vlmrl.env.browser.chromium_process import read_error
 from vlmrl.env.browser.computer_use import CLICKS, Action, Point
 
 HERE = Path(__file__).parent
@@ -133,8 +134,10 @@ class BrowserTab:
             if frame.url:
                 await passing
                 continue
-            with contextlib.suppress(TimeoutError):  # nor where Chromium refuses the address, such as view-source:
-                await asyncio.wait_for(passing, SETTLE_SECONDS)
+            # Nor where Chromium refuses the address, such as view-source:. A call that is cancelled may fail one of another episode.
+            given_up = asyncio.ensure_future(passing)
+            given_up.add_done_callback(read_error)
+            await asyncio.wait([given_up], timeout=SETTLE_SECONDS)
         await self._page.wait_for_load_state("load")
         await self._settle()
         if self._page.url.startswith(ERROR_PAGE):

@@ -99,13 +99,11 @@ class ChromiumProcess:
         return self
 
     async def answers(self) -> bool:
-        """Whether Chromium's main process answers in time."""
-        try:
-            async with asyncio.timeout(PING_SECONDS):
-                await self._control.send("Browser.getVersion")
-            return self.alive
-        except Exception:
-            return False
+        """Whether Chromium's main process answers in time. The call is not cancelled: that may fail one of an episode."""
+        call = asyncio.ensure_future(self._control.send("Browser.getVersion"))
+        call.add_done_callback(read_error)
+        await asyncio.wait([call], timeout=PING_SECONDS)
+        return call.done() and call.exception() is None and self.alive
 
     async def memory_bytes(self) -> int:
         """The memory of its processes; what several share is counted once."""
@@ -141,6 +139,12 @@ async def _stop(playwright: Any, driver: set[int], mark: str) -> None:
             await playwright.stop()
     kill_processes(driver & set(_drivers()))  # its number may have been given again
     await asyncio.to_thread(kill_marked, mark)
+
+
+def read_error(call: asyncio.Future[Any]) -> None:
+    """Read the error of a call that was given up: asyncio would print that it was never retrieved."""
+    if not call.cancelled():
+        call.exception()
 
 
 def _drivers() -> list[int]:
