@@ -100,11 +100,12 @@ def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
 def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
     """Rename the folder of an earlier run to `name.1`, `name.2`, and so on. Yields a message, or None if there was none.
 
-    If the block raises, what it wrote is deleted, and the earlier run's folder has its name again. The folder of a run that trained no
+    If the block raises, what it wrote is deleted, and the earlier run's folder has its name again. The folder of a run that made no
     step is used again, so that failed attempts do not pile up. The files of its trackers are deleted: with them, the trackers would
     continue the earlier run and leave out the steps that they have.
     """
-    steps, checkpoints = trained_steps(folder) or _imitated_steps(folder), complete_checkpoints(folder / "checkpoints")
+    steps = trained_steps(folder) or _last_step(folder, "sft/loss")  # of a fine-tuning or a warm start
+    checkpoints = complete_checkpoints(folder / "checkpoints")
     if not (steps or checkpoints or (folder / "model").exists()):
         for name in TRACKER_FOLDERS:
             remove_folder(folder / name)
@@ -134,14 +135,13 @@ def _how_to_continue_earlier(aside: Path) -> str:
 
 
 def trained_steps(folder: Path) -> int:
-    """The last step that is in the metrics of a run; 0 if there is none."""
-    steps = (row.get("step") for row in read_rows(folder / "metrics.jsonl") if "groups/trained" in row)
-    return max((step for step in steps if isinstance(step, int)), default=0)
+    """The last training step in the metrics of a run; 0 if there is none."""
+    return _last_step(folder, "groups/trained")
 
 
-def _imitated_steps(folder: Path) -> int:
-    """The last step of a fine-tuning or a warm start that is in the metrics of a run; 0 if there is none."""
-    steps = (row.get("step") for row in read_rows(folder / "metrics.jsonl") if "sft/loss" in row)
+def _last_step(folder: Path, metric: str) -> int:
+    """The last step whose row in the metrics of a run has ``metric``; 0 if there is none."""
+    steps = (row.get("step") for row in read_rows(folder / "metrics.jsonl") if metric in row)
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
