@@ -106,7 +106,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/gpu_update.py --tiny
 	$(BIN)/python benchmarks/lora_2b_cpu.py
 
-# What a machine with a GPU can show, in at most 60 minutes: see docs/gpu.md. For example: make gpu-acceptance ARGS="--only versions,kernels"
+# What a machine with a GPU can show, in at most 65 minutes: see docs/gpu.md. For example: make gpu-acceptance ARGS="--only versions,kernels"
 gpu-acceptance: $(STAMP)
 	$(BIN)/python benchmarks/gpu_acceptance.py $(ARGS)
 

@@ -50,7 +50,7 @@ CHECKS = (  # those that tell most for their time first
     Check("memory", "peak memory of a step against the plan", 2),
     Check("collectives", "NCCL between two GPUs", 2),
     Check("sglang", "SGLang: parity, weights by IPC with sleep and wake, LoRA, an asynchronous run", 15),
-    Check("vllm", "vLLM: parity, weights by IPC with sleep and wake", 7),
+    Check("vllm", "vLLM: parity, weights by IPC with sleep and wake, LoRA, an asynchronous run", 12),
     Check("update", "benchmarks/gpu_update.py", 5),
     Check("families", "tiny models of each family against the CPU", 4),
     Check("quickstart", "recipes/quickstart.py", 7),
@@ -191,7 +191,7 @@ def names(text: str) -> list[str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=names, default=NAMES, metavar="A,B", help=f"checks to run, of {','.join(NAMES)}")
-    parser.add_argument("--minutes", type=float, default=60.0, help="time limit of all checks together (default 60)")
+    parser.add_argument("--minutes", type=float, default=65.0, help="time limit of all checks together (default 65)")
     parser.add_argument("--out", type=Path, default=Path("gpu-acceptance.md"), help="the table; logs go to its folder")
     parser.add_argument("--tiny", action="store_true", help="tiny models and few steps; without a GPU on the CPU")
     parser.add_argument("--run", choices=NAMES, help=argparse.SUPPRESS)  # one check, in this process

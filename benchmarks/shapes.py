@@ -28,6 +28,7 @@ def qwen3_vl_2b(ids: dict[str, int]) -> Qwen3VLConfig:
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=fields["tie_word_embeddings"],
+        architectures=["Qwen3VLForConditionalGeneration"],  # by which servers choose their class
     )
 
 

@@ -1,4 +1,4 @@
-"""A vLLM server on the trainer's GPU."""
+"""vLLM servers on the trainer's GPU, with adapters, and during training."""
 
 from __future__ import annotations
 
@@ -8,3 +8,5 @@ from acceptance.report import Report
 
 def run(report: Report) -> None:
     report.check("two colocated steps", lambda: servers.colocated(report, "vllm"))
+    report.check("two steps with LoRA", lambda: servers.with_adapters(report, "vllm"))
+    report.check("two asynchronous steps", lambda: servers.asynchronous(report, "vllm"))

@@ -191,6 +191,7 @@ def test_the_command_line_on_gpus_has_the_runs_arguments_and_over_them_the_setti
     words = words_of(launch)
     assert launch.command[1:3] == ["-m", "vlmrl_vllm.start_server"]
     assert (words["--model"], words["--dtype"], words["--load-format"]) == ("/models/m", "bfloat16", "dummy")
+    assert words["--runner"] == "generate"  # vLLM would guess it from a config, which may name no class
     assert (words["--host"], words["--port"], words["--tensor-parallel-size"]) == ("127.0.0.1", "9", "2")
     assert (words["--max-model-len"], words["--max-lora-rank"], words["--enforce-eager"]) == ("4096", "8", "")
     assert words["--gpu-memory-utilization"] == "0.812"

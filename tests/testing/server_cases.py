@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from testing.engine_drivers import sharpened
-from testing.real_servers import TRIES, Served, left_of, processes_of, versions
+from testing.real_servers import TRIES, Served, left_of, processes_of, served, versions
 from vlmrl.checks.doctor_model import highest_id
 from vlmrl.checks.server_parity import FILLS
 from vlmrl.config import Checkpoint, Config, Optim, Teacher, Train
@@ -55,6 +56,14 @@ asyncio.run(asyncio.sleep(600))
 def test_server_and_trainer_agree_at_startup(family: Served):
     [report] = family.reports.values()
     assert report.seen < family.tolerance and report.unseen < family.tolerance
+
+
+def test_a_server_gets_the_random_weights_of_the_trainer(program: Any, qwen3_vl: Path, tmp_path: Path):
+    """Its own are overwritten, and what is no weight is not random: the mean and the deviation of images, for example."""
+    config = program(qwen3_vl, tmp_path, dtype="float32")
+    for [one] in served(replace(config, model=replace(config.model, path=f"random:{qwen3_vl}"))):
+        [report] = one.reports.values()
+        assert report.seen < one.tolerance and report.unseen < one.tolerance
 
 
 def test_episodes_with_images_in_their_observations_are_what_the_trainer_sees(family: Served):

@@ -36,6 +36,7 @@ from vlmrl.engine.vllm.requests import generate_body, response_of, score_body, s
 
 LOGPROBS = "processed_logprobs"
 SERVE_ARGS = {
+    "runner": "generate",  # never guessed: a config that names no architecture would be served for embeddings
     "enable-scale-out": True,  # /inference/v1/generate, which takes token ids
     "logprobs-mode": LOGPROBS,  # after temperature and banned ids
     "generation-config": "vllm",  # no sampling parameters from the model's folder

@@ -27,8 +27,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from vlmrl_vllm.random_weights import RandomWeights
 
 
 @dataclass
@@ -183,3 +186,4 @@ class WorkerExtension:
 
 
 WeightTransferEngineFactory.register_engine("vlmrl", VlmrlWeightTransferEngine)
+register_model_loader("dummy")(RandomWeights)
