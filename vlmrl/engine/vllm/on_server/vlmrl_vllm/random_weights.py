@@ -10,8 +10,8 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 class RandomWeights(DummyModelLoader):
     """Draws parameters only.
 
-    vLLM's own loader also overwrites the buffers that a layer computes at its start, such as the mean and the deviation that images are
-    normalized with. No weight update brings them back.
+    vLLM's own loader also overwrites the buffers that a layer computes at its start, such as the mean and the deviation of images. No
+    weight update brings them back.
     """
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
