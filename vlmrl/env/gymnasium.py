@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -120,7 +121,7 @@ def _draw_in_turn() -> None:
     once, some lines were those of another one.
     """
     try:
-        from pygame import gfxdraw
+        gfxdraw = import_module("pygame.gfxdraw")  # of gymnasium's own extras
     except ImportError:
         return
     with _DRAWING:
