@@ -746,6 +746,15 @@ def test_images_that_no_prompt_shows_are_warned_of(tmp_path):
     assert not any(load_tasks(Data(str(jsonl(tmp_path / "b.jsonl", [row])))).warnings for row in shown)
 
 
+def test_messages_that_are_written_as_json_are_warned_of(tmp_path):
+    """A cell of CSV cannot hold anything else: the model read the JSON as the user's text, unsaid."""
+    (path := tmp_path / "a.csv").write_text('prompt,answer\n"[{""role"": ""user"", ""content"": ""2+2?""}]",4\n')
+    (warning,) = load_tasks(Data(str(path))).warnings
+    assert warning.startswith("column 'prompt' holds messages written as JSON, which the model reads as a text: ")
+    path.write_text('prompt,answer\n"[{""a"": 1}]",4\n"[{",5\n')
+    assert not load_tasks(Data(str(path))).warnings
+
+
 @pytest.mark.parametrize("missing", ["answer", "images"])
 def test_rows_to_evaluate_on_need_the_columns_of_those_to_train_on(tmp_path, missing):
     """Under another name, all answers were None, or no task had an image, and the evaluation's reward was one of that."""
