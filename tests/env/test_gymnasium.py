@@ -1,5 +1,7 @@
 """A Gymnasium environment as an Env: frames, seeds, actions and endings."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from testing.episodes import a_task, image, play, play_audited
@@ -67,6 +69,33 @@ def test_each_response_is_an_action_and_the_next_frame_its_observation(as_observ
     assert trajectory.turn_rewards == [3.0, 0.0, 3.0, 8.0]
     assert [turn.metrics["actions"] for turn in trajectory.turns] == [2, 0, 1, 2]
     assert (trajectory.ending, trajectory.reward) == ("env_done", 14.0)
+
+
+@pytest.mark.slow
+def test_frames_show_no_lines_of_other_episodes():
+    """Acrobot, CartPole and others draw with pygame.gfxdraw. One in ten episodes had a wrong frame where eight played at once."""
+    pytest.importorskip("pygame", reason="needs pygame: pip install 'vlmrl[gymnasium]'")
+
+    class Acrobot(GymnasiumEnv):
+        def make(self):
+            return self.gymnasium.make("Acrobot-v1", render_mode="rgb_array")
+
+        def read_actions(self, response):
+            return [int(response)]
+
+    def played(seed: int) -> list[bytes]:
+        env = Acrobot(a_task(seed=seed))
+        shown = [env.reset()[-1]["content"][0]["image"]]
+        for action in "020201":
+            shown += env.step(action)[0]["multi_modal_data"]["image"]
+        env.close()
+        return [each.tobytes() for each in shown]
+
+    alone = [played(seed) for seed in range(5)]
+    assert len(set(alone[0])) == 7
+    with ThreadPoolExecutor(8) as threads:
+        for number, frames in enumerate(threads.map(played, [0, 1, 2, 3, 4] * 40)):
+            assert frames == alone[number % 5]
 
 
 def test_actions_after_the_end_are_not_taken():

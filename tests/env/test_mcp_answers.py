@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
 
 from vlmrl import McpEnv
 from vlmrl.env import mcp, mcp_stdio
+from vlmrl.env.json_size import JsonSize
 
 pytestmark = pytest.mark.slow
 CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
@@ -38,7 +40,11 @@ def texts(message: dict[str, Any], *texts: str) -> dict[str, Any]:
 
 
 def played(
-    call: Answer, pages: int = 1, listen: Callable[[web.Request], Any] | None = None, tools: Any = (TOOL,)
+    call: Answer,
+    pages: int = 1,
+    listen: Callable[[web.Request], Any] | None = None,
+    tools: Any = (TOOL,),
+    responses: Sequence[str] = (CALL, "done"),
 ) -> Any:
     """An episode with a server that answers a call as ``call`` does, and lists its ``tools`` on so many pages. With ``listen`` it has
     a session, and answers every GET so."""
@@ -71,7 +77,8 @@ def played(
     app = web.Application()
     app.router.add_route("*", "/mcp", answer)
     with served(app, is_guarded=False) as url:
-        return play(Adder, [CALL, "done"], options={"server": f"{url}/mcp"}, max_turns=2, max_env_retries_per_turn=0)
+        options = {"server": f"{url}/mcp"}
+        return play(Adder, responses, options=options, max_turns=len(responses), max_env_retries_per_turn=0)
 
 
 async def short(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
@@ -192,6 +199,62 @@ def test_signs_within_a_text_are_no_values(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mcp, "MAX_VALUES", 60)
     monkeypatch.setattr(mcp, "MAX_OBJECTS", 20)
     assert played(text_with_the_signs_of_values).reward == 1.0
+
+
+def test_the_charset_in_a_header_is_not_read():
+    """A header of 98 KB took 11 s, in which no other episode went on: the parser of its parameters takes quadratic time."""
+
+    async def in_utf_8(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=punycode"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(texts(message, "3")).encode() + b"\n\n")
+        return response
+
+    trajectory = played(in_utf_8)
+    assert trajectory.reward == 1.0, trajectory.error
+
+
+def test_cookies_are_not_kept():
+    """A server that set some thousands with each page of tools made each request take seconds in the event loop."""
+    sent = []
+
+    async def with_cookie(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+        sent.append(request.headers.get("Cookie"))
+        return web.json_response(texts(message, "3"), headers={"Set-Cookie": "a=b"})
+
+    assert played(with_cookie, responses=[CALL, CALL, "done"]).reward == 1.0
+    assert sent == [None, None]
+
+
+def test_an_answer_of_tiny_chunks_does_not_stop_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    """Half a million chunks of a byte held up the loop for 22 s, up to 1.6 s at a time."""
+    count, most = JsonSize.add, 0
+
+    def counted(size: JsonSize, part: bytes) -> None:
+        nonlocal running, most
+        count(size, part)
+        running += 1
+        most = max(most, running)
+        if running == 1:
+            asyncio.get_running_loop().call_soon(begin_again)
+
+    def begin_again() -> None:
+        nonlocal running
+        running = 0
+
+    async def in_chunks(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        assert request.transport is not None
+        request.transport.write(b"1\r\n \r\n" * 5000)
+        await response.write(json.dumps(texts(message, "3")).encode())
+        return response
+
+    running = 0
+    monkeypatch.setattr(mcp.JsonSize, "add", counted)
+    assert played(in_chunks).reward == 1.0
+    assert 0 < most <= 10
 
 
 def test_a_server_does_not_make_the_client_listen_again_and_again(monkeypatch: pytest.MonkeyPatch):

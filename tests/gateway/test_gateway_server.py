@@ -77,6 +77,7 @@ def test_an_anthropic_client_plays_an_episode_with_tools_and_images():
             "text",
             "tool_use",
         ]
+        assert first.content[0].signature  # pydantic-ai sends thoughts without one back as a message of the user
         result = {"type": "tool_result", "tool_use_id": first.content[2].id, "content": [image]}
         messages += [
             {"role": "assistant", "content": [block.model_dump() for block in first.content]},

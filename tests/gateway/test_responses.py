@@ -51,6 +51,8 @@ def split(text: str, tools=(ADD,), tool_format: str = "json", reads_calls: bool 
             ('<tool_call>{"name": "", "arguments": {}}</tool_call>', "", []),
         ),
         ('<tool_call>{"name": "other"}</tool_call>', ("", "", [ToolCall("other")])),  # the agent knows its tools
+        # no client could send this call back
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', ('<tool_call>{"name": "\\ud800"}</tool_call>', "", [])),
     ],
 )
 def test_parts_of_a_response(text, parts):

@@ -4,7 +4,7 @@
   column of images is empty they are plain text. Images without a mark go first: ``"<image> and this"`` with images a, b is a, b,
   ``" and this"``.
 - In a list of messages, ``{"type": "image"}`` parts without a source take the images. User messages whose content is a string
-  may have marks too.
+  may have marks too. An ``index`` of a part, as some datasets have it, must agree with that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,13 @@ class RowImages:
             prompt = [{"role": "user", "content": prompt}]
         messages = [self._message(message) for message in self._checked(prompt)]
         marked = [message for message in messages if message["role"] == "user" and isinstance(message["content"], str)]
-        bare = sum("image" not in part for message in messages for part in image_parts(message))
+        parts = [part for message in messages for part in image_parts(message) if "image" not in part]
+        bare, indices = len(parts), [index for part in parts if (index := part.pop("index", None)) is not None]
+        if indices != sorted(set(indices)):
+            raise ValueError(
+                f"{self.where}: its image parts have the indices {indices!r:.100}, but they take the images in order. Put the images "
+                "in the order in which the parts show them, each as often"
+            )
         marks = sum(message["content"].count(MARK) for message in marked) if self.sources else 0
         if marks > max(0, len(self.sources) - bare):
             raise ValueError(
@@ -98,7 +104,7 @@ class RowImages:
             return made
         key = next((key for key in OWN_SOURCE if key in made), None)
         if key is None:
-            return {"type": "image"}
+            return {"type": "image", "index": made.get("index")}
         source = made[key]
         if key == "image_url":
             source = source["url"] if isinstance(source, dict) else source

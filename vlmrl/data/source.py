@@ -20,6 +20,7 @@ from vlmrl.config import Data
 from vlmrl.config.code import local_data, resolve_function
 from vlmrl.data.row_images import IMAGE_SUFFIXES, MARK, PLAIN_MARK, RowImages, image_parts
 from vlmrl.types import Message, Task
+from vlmrl.utils.json_files import strict_json
 from vlmrl.utils.require import require
 from vlmrl.utils.users_line import describe_error
 
@@ -178,6 +179,9 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
         empty = rows.empty_texts(columns[key]) if columns.get(key) in rows.columns else []
         if empty:
             yield empty_warning(key, f"column {columns[key]!r}", empty)
+    if _is_written_as_json(rows, columns["prompt"]):
+        remedy = "write them as a list, in a JSON or parquet file"
+        yield f"column {columns['prompt']!r} holds messages written as JSON, which the model reads as a text: {remedy}"
     if "images" not in columns and (other := _unshown_images(rows, columns.get("prompt"))):
         yield f"column {other!r} holds images that no prompt shows: map it to images with data.columns, unless the env reads it"
     name = columns.get("answer")
@@ -186,6 +190,16 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
             f"column {name!r} holds floats such as {rows[whole[0]][name]} ({named_rows(whole)}): if the file has whole numbers there, "
             "its reader made them floats, since a row is empty, has a fraction, or needs more than 64 bits. Write answers as texts"
         )
+
+
+def _is_written_as_json(rows: Rows, prompt: str) -> bool:
+    """Whether the first prompt is a text with the JSON of messages."""
+    value = rows.first(prompt) if prompt in rows.columns and "." not in prompt else None
+    try:
+        found = strict_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, list) and bool(found) and all(isinstance(each, dict) and "role" in each for each in found)
 
 
 def holds_images(column: str) -> bool:

@@ -14,6 +14,11 @@ from __future__ import annotations
 
 import abc
 import os
+import threading
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
@@ -22,6 +27,8 @@ from PIL import Image
 from vlmrl.env.base import Env, obs
 from vlmrl.types import Message
 from vlmrl.utils.require import import_extra, moderate_number
+
+_DRAWING = threading.Lock()
 
 
 class GymnasiumEnv(Env):
@@ -38,6 +45,7 @@ class GymnasiumEnv(Env):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # so that pygame, which many render with, needs no display
+        os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
@@ -61,6 +69,7 @@ class GymnasiumEnv(Env):
         return ""
 
     def reset(self) -> list[Message]:
+        _draw_in_turn()
         self.gym = self.make()
         observation, _ = self.gym.reset(seed=self.seed)
         *before, last = self.task.prompt
@@ -103,3 +112,28 @@ class GymnasiumEnv(Env):
                 "make the environment with render_mode='rgb_array'."
             )
         return Image.fromarray(frame)
+
+
+def _draw_in_turn() -> None:
+    """Let one thread at a time draw with ``pygame.gfxdraw``, where it is installed.
+
+    All threads share its buffer of a polygon's lines, and it draws without the interpreter's lock: in frames of several episodes at
+    once, some lines were those of another one.
+    """
+    try:
+        gfxdraw = import_module("pygame.gfxdraw")  # of gymnasium's own extras
+    except ImportError:
+        return
+    with _DRAWING:
+        for name, draw in list(vars(gfxdraw).items()):
+            if isinstance(draw, BuiltinFunctionType):
+                setattr(gfxdraw, name, _in_turn(draw))
+
+
+def _in_turn(draw: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(draw)
+    def drawing(*args: Any, **options: Any) -> Any:
+        with _DRAWING:
+            return draw(*args, **options)
+
+    return drawing

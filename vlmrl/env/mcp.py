@@ -21,6 +21,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import cache, partial
+from http.cookiejar import DefaultCookiePolicy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -140,6 +141,7 @@ class McpEnv(ToolEnv):
             headers = {"Accept-Encoding": "identity"}
             async with http.create_mcp_http_client(headers) as sender:
                 sender.event_hooks = {"response": [self._limit]}
+                sender.cookies.jar.set_policy(DefaultCookiePolicy(netscape=False))  # all requests would repeat them
                 async with mcp.Client(http.streamable_http_client(connection, http_client=sender)) as client:
                     yield client
             return
@@ -193,12 +195,14 @@ class McpEnv(ToolEnv):
         """Make a response fail, when it is read, if it is compressed or over a limit; of a stream, all events together.
 
         The stream that a server may send messages of its own on is refused, as an env reads none: the client would open it again and
-        again. A response's stream that ended is resumed after a pause.
+        again. A response's stream that ended is resumed after a pause. It is UTF-8, whatever its header says: reading the charset out
+        of a long header takes quadratic time, and so does decoding some charsets, such as punycode.
         """
         library = import_extra("mcp.client.streamable_http", "mcp").httpx2  # the client's
         encoding, kind = (response.headers.get(name, "") for name in ("Content-Encoding", "Content-Type"))
         is_stream = kind.lower().startswith("text/event-stream")
         original, size = response.aiter_raw, JsonSize(is_stream)
+        response.encoding = "utf-8"
 
         def refuse(why: str) -> None:
             self._refused = why  # the client does not report why a stream ended
@@ -220,6 +224,7 @@ class McpEnv(ToolEnv):
                 if not is_stream:
                     parts.append(part)
                 yield part
+                await asyncio.sleep(0)  # more of it may have arrived, in tiny chunks: others come first
             if not is_stream and not is_readable(b"".join(parts)):
                 refuse("it is no message of JSON-RPC")
 

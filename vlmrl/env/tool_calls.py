@@ -105,7 +105,7 @@ def _each_call(text: str, read: Callable[[str], ToolCall]) -> list[ToolCall]:
                 raise ValueError("the call does not end with </tool_call>.")
             call = read(body)
             _check_depth(call.arguments)
-            json.dumps(call.arguments, ensure_ascii=False).encode()  # raises for half a surrogate pair
+            json.dumps([call.name, call.arguments], ensure_ascii=False).encode()  # raises for half a surrogate pair
         except (ValueError, RecursionError) as error:
             call = ToolCall(problem=str(error))
         calls.append(call)

@@ -252,10 +252,11 @@ def _head(parsed: ParsedRequest, response: ChatResponse) -> dict[str, Any]:
 
 
 def _blocks(response: ChatResponse) -> list[dict[str, Any]]:
-    """The response's content. Thoughts are not signed, since any client may change them."""
+    """The response's content. The signature of thoughts is a name, and not checked: any client may change them, but some send those
+    without a signature back as a message of the user."""
     blocks: list[dict[str, Any]] = []
     if response.reasoning:
-        blocks.append({"type": "thinking", "thinking": response.reasoning, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": response.reasoning, "signature": response.id})
     if response.content:
         blocks.append({"type": "text", "text": response.content})
     blocks += [
