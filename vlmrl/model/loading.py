@@ -18,7 +18,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     GenerationConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
@@ -32,7 +31,7 @@ from vlmrl.families import family_of
 from vlmrl.families.base import Family, LargestImage
 from vlmrl.model import tiny
 from vlmrl.model.lora import add_lora, named_weights
-from vlmrl.model.model_files import check_config, check_tokenizer_files, check_weight_files, load_video_processor
+from vlmrl.model.model_files import check_config, check_weight_files, load_tokenizer, load_video_processor
 from vlmrl.model.policy import Policy
 from vlmrl.model.progress_bars import without_progress_bars
 from vlmrl.multimodal.images import blank
@@ -255,8 +254,7 @@ def load_reader(config: Model, cache_dir: Path) -> Reader:
     path = _found(config.source, cache_dir)
     hf_config = _hf_config(path)
     family = family_of(hf_config)
-    check_tokenizer_files(path)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    tokenizer = load_tokenizer(path)
     pad = family.image_token_id
     renderer = Renderer(
         tokenizer,
