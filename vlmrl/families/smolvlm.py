@@ -21,7 +21,6 @@ from transformers.image_utils import SizeDict
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from vlmrl.families.base import TINY_HEAD_DIM, Family, ImageFeatures, LargestImage, Size, VisionShape, tiny_rope
-from vlmrl.model.model_files import load_tokenizer
 from vlmrl.types import to_device
 
 TINY_TILE, TINY_PATCH, TINY_SCALE = 128, 16, 4
@@ -112,7 +111,7 @@ class SmolVLM(Family):
                 "the image processor's size.longest_edge must be a multiple of max_image_size.longest_edge up to 4096, and "
                 f"do_resize True, but they are {longest}, {side} and {images.do_resize}: change them in {path}."
             )
-        backend = load_tokenizer(path).backend_tokenizer
+        backend = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False).backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         patches = side // self.config.vision_config.patch_size

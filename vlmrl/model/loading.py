@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     GenerationConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
@@ -31,7 +32,7 @@ from vlmrl.families import family_of
 from vlmrl.families.base import Family, LargestImage
 from vlmrl.model import tiny
 from vlmrl.model.lora import add_lora, named_weights
-from vlmrl.model.model_files import check_config, check_weight_files, load_tokenizer, load_video_processor
+from vlmrl.model.model_files import check_config, check_tokenizer_files, check_weight_files, load_video_processor
 from vlmrl.model.policy import Policy
 from vlmrl.model.progress_bars import without_progress_bars
 from vlmrl.multimodal.images import blank
@@ -254,7 +255,8 @@ def load_reader(config: Model, cache_dir: Path) -> Reader:
     path = _found(config.source, cache_dir)
     hf_config = _hf_config(path)
     family = family_of(hf_config)
-    tokenizer = load_tokenizer(path)
+    check_tokenizer_files(path, hf_config)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     pad = family.image_token_id
     renderer = Renderer(
         tokenizer,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, AutoVideoProcessor, PreTrainedTokenizerBase
+from transformers import AutoVideoProcessor, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
@@ -43,12 +43,10 @@ def check_config(path: str, config: Any) -> None:
         )
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model, in a folder or under a hub name.
+def check_tokenizer_files(path: str, config: Any) -> None:
+    """Raises ValueError if the tokenizer of a model, in a folder or under a hub name, names a file elsewhere, or a class that is none.
 
-    Raises:
-        ValueError: its settings name a file elsewhere, or a class that is no tokenizer's, which may ask on the terminal whether to run
-            code of the folder.
+    Such a class may ask on the terminal whether to run code of the folder. ``config`` is the model's, of transformers.
     """
     folder = Path(os.path.realpath(path))
     settings = _object(path, TOKENIZER_CONFIG_NAME)
@@ -64,9 +62,8 @@ def load_tokenizer(path: str) -> Any:
         elif name == "init_inputs" or name.endswith("_kwargs"):
             for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
                 _check_no_file_elsewhere(path, folder, name, each)
-    for file in (TOKENIZER_CONFIG_NAME, CONFIG_NAME):
-        _check_tokenizer_class(path, file, _object(path, file).get("tokenizer_class"))
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    _check_tokenizer_class(path, TOKENIZER_CONFIG_NAME, settings.get("tokenizer_class"))
+    _check_tokenizer_class(path, CONFIG_NAME, getattr(config, "tokenizer_class", None))
 
 
 def _check_no_file_elsewhere(path: str, folder: Path, name: str, value: object) -> None:
