@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from vlmrl.env.json_size import JsonSize
+from vlmrl.utils.json_files import MAX_DIGITS
 
 TEXT = json.dumps({'a,"[{': [1, {"\\": '"\\', "b\\": [[], "{,\\\\"]}]}).encode()  # 3 commas, 3 lists, 2 objects
 
@@ -33,3 +35,13 @@ def test_a_long_number_is_seen_however_it_is_cut_and_digits_of_a_string_are_none
         for start in range(0, len(text), length):
             size.add(text[start : start + length])
         assert (size.long_numbers > 0) == expected
+
+
+def test_numbers_below_the_limit_are_counted_in_linear_time():
+    """Each digit began a search of up to 400 more: an MCP server's answer of 35 MB held up all episodes for 10 s."""
+    numbers = b"1." + b"3" * (MAX_DIGITS - 10) + b","
+    size, began = JsonSize(), time.thread_time()
+    for _ in range(300):
+        size.add(numbers * 160)
+    assert time.thread_time() - began < 2  # it is 0.3 s, and was 6 s
+    assert (size.values, size.long_numbers) == (48_000, 0)

@@ -216,6 +216,15 @@ def test_a_field_of_another_type_is_a_bad_row_and_does_not_stop_the_run(folder, 
     assert error.value.reason == "unreadable"
 
 
+@pytest.mark.parametrize("token", [2**32, 2**63, 2**70])
+def test_a_sampled_id_that_no_tokenizer_can_have_is_a_bad_row(folder, token):
+    prompt = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]
+    row = Task("odd", prompt, data={"tools": [], "trained": [True], "sampled": {0: [token]}})
+    with pytest.raises(RowError, match="task odd: OverflowError") as error:
+        made(load("qwen3_vl", folder), [row])
+    assert error.value.reason == "unreadable"
+
+
 def test_rows_of_all_forms_are_read_with_the_memory_of_their_distinct_images(folder, tmp_path):
     distinct = 6
     for number in range(distinct):

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from vlmrl.config import Model
+from vlmrl.model import tiny
 from vlmrl.model.loading import load_model, load_reader, on_host
 
 
@@ -106,6 +107,45 @@ def test_a_tokenizer_is_read_from_no_file_elsewhere(qwen3_vl, tmp_path):
     change(folder / "tokenizer_config.json", fast_tokenizer_files=["../other/tokenizer.1.0.json"])
     with pytest.raises(ValueError, match=r"fast_tokenizer_files in its tokenizer_config\.json must name regular files"):
         load_reader(Model(path=str(folder)), tmp_path)
+
+
+@pytest.mark.parametrize("setting", ["vocab", "init_inputs", "gguf_file"])
+def test_the_settings_of_a_tokenizer_name_no_file_elsewhere(setting, qwen3_vl, tmp_path):
+    """transformers reads `vocab` as a file of tokens, which the trained model is saved with."""
+    private, folder = tmp_path / "id_rsa", copied(qwen3_vl, tmp_path / "model")
+    private.write_text("a line of a key\n[UNK]\n")
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    settings = {"tokenizer_class": "BertTokenizer", "special_tokens_map_file": str(private)}
+    change(folder / "tokenizer_config.json", **settings, vocab={"[UNK]": 0})
+    load_reader(Model(path=str(folder)), tmp_path)
+    named = [str(private)] if setting == "init_inputs" else str(private)
+    change(folder / "tokenizer_config.json", **{setting: named})
+    with pytest.raises(
+        ValueError, match=rf"{setting} in its tokenizer_config\.json must not name a file outside .*id_rsa"
+    ):
+        load_reader(Model(path=str(folder)), tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("name", ["RagTokenizer", "RagTokenizerFast", "AutoTokenizer"])
+def test_a_tokenizer_of_a_class_that_asks_whether_to_run_code_is_refused(name, file, tmp_path, monkeypatch):
+    """Such a class loads tokenizers of its own, and does not pass on that no code is to run."""
+    marker, folder = tmp_path / "code-has-run", tiny.build(tmp_path / "model", "qwen3")
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks whether to run the code"))
+    parts = {"question_encoder": {"model_type": "vit"}, "generator": {"model_type": "vit"}}
+    change(folder / "config.json", **parts)
+    change(folder / "tokenizer_config.json", tokenizer_class=None)
+    change(folder / file, tokenizer_class=name)
+    (folder / "own.py").write_text(f"import os\nos.makedirs({str(marker)!r})\n")
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.T", None]}}
+    for part in ("question_encoder_tokenizer", "generator_tokenizer"):
+        (folder / part).mkdir()
+        (folder / part / "tokenizer_config.json").write_text(json.dumps(own))
+    with pytest.raises(
+        ValueError, match=rf"tokenizer_class in its {file} must be a tokenizer of transformers, but .*{name}"
+    ):
+        load_reader(Model(path=str(folder)), tmp_path)
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.txt", "additional_chat_templates"])

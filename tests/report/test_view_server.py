@@ -174,6 +174,14 @@ def test_names_of_other_machines_are_refused(client):
         assert client.get(path, headers={"host": "localhost"}).status_code == 200
 
 
+def test_a_link_of_another_site_leads_to_the_page_and_to_no_search(client):
+    """A page elsewhere may have a hundred frames with searches, each of which reads all trajectories."""
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert client.get("/", headers=link).status_code == 200
+    assert client.get("/api/runs/0/search?text=a", headers=link).status_code == 403
+    assert client.get("/api/runs/0/search?text=a", headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
+
+
 def test_with_a_token_data_needs_it_and_the_page_does_not_contain_it(folder):
     with client_of(folder, "s3cret") as client:
         page = client.get("/", headers={"host": "gpu-box:8321"})

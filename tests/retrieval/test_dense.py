@@ -58,3 +58,14 @@ def test_an_encoder_of_other_weights_in_the_same_folder_gets_an_index_of_its_own
         retriever = retrieval.open_retriever("dense", str(corpus), encoder=encoder)
         found.append(retriever.search(["cat"], topk=1)[0][0].passage.id)
     assert found == ["kitten", "kitten"]
+
+
+def test_code_in_an_encoders_folder_is_not_run(tmp_path):
+    marker, folder = tmp_path / "code-has-run", tmp_path / "encoder"
+    folder.mkdir()
+    (folder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": "own.Module"}]))
+    (folder / "own.py").write_text(f"import os\nos.makedirs({str(marker)!r})\n")
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": "cat"}))
+    with pytest.raises(ValueError, match=r"custom code|sentence-transformers must be 6 or newer"):
+        retrieval.open_retriever("dense", str(tmp_path / "corpus.jsonl"), encoder=str(folder))
+    assert not marker.exists()

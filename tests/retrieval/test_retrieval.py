@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,3 +238,11 @@ def test_the_documents_example_runs(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], {})
     assert capsys.readouterr().out.startswith("Paris Paris is the capital of France")
+
+
+def test_a_library_of_encoders_that_runs_code_of_their_folders_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", SimpleNamespace(__version__="5.4.1"))
+    monkeypatch.setitem(sys.modules, "faiss", SimpleNamespace())
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": "cat"}))
+    with pytest.raises(ValueError, match=r"sentence-transformers must be 6 or newer, .* but it is '5\.4\.1'"):
+        retrieval.open_retriever("dense", str(tmp_path / "corpus.jsonl"), encoder=str(tmp_path))

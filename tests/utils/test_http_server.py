@@ -190,7 +190,7 @@ def test_without_a_token_one_name_is_wanted(without_token: str):
         ({"Origin": "null"}, 403),
         ({"Origin": "http://["}, 403),
         ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
-        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 403),
         ({"Origin": "http://localhost:8888", "Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"}, 200),
     ],
 )

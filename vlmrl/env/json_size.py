@@ -6,7 +6,7 @@ import re
 
 from vlmrl.utils.json_files import MAX_DIGITS
 
-LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_DIGITS + 1))
+LONG_NUMBER = re.compile(rb"(?<!\d)\d{%d}" % (MAX_DIGITS + 1))
 LINE_ENDS = re.compile(rb"\r\n|\r|\n")
 
 

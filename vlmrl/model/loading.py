@@ -255,7 +255,7 @@ def load_reader(config: Model, cache_dir: Path) -> Reader:
     path = _found(config.source, cache_dir)
     hf_config = _hf_config(path)
     family = family_of(hf_config)
-    check_tokenizer_files(path)
+    check_tokenizer_files(path, hf_config)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     pad = family.image_token_id
     renderer = Renderer(

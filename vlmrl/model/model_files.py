@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoVideoProcessor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
+from transformers import AutoVideoProcessor, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
+from transformers.utils.import_utils import DummyObject
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from vlmrl.utils.json_files import read_object
@@ -41,15 +43,63 @@ def check_config(path: str, config: Any) -> None:
         )
 
 
-def check_tokenizer_files(path: str) -> None:
-    """Raises ValueError if the tokenizer of a model's folder is in a file elsewhere. A model of the hub has no such file."""
-    if not Path(path).is_dir():
+def check_tokenizer_files(path: str, config: Any) -> None:
+    """Raises ValueError if the tokenizer of a model, in a folder or under a hub name, names a file elsewhere, or a class that is none.
+
+    Such a class may ask on the terminal whether to run code of the folder. ``config`` is the model's, of transformers.
+    """
+    folder = Path(os.path.realpath(path))
+    settings = _object(path, TOKENIZER_CONFIG_NAME)
+    if Path(path).is_dir():
+        _check_links(folder)
+        named = settings.get("fast_tokenizer_files", [])
+        _check_own(
+            path, f"fast_tokenizer_files in its {TOKENIZER_CONFIG_NAME}", named if isinstance(named, list) else [named]
+        )
+    for name, value in settings.items():
+        if name in ("vocab", "merges") or (name.endswith("_file") and name != "special_tokens_map_file"):
+            _check_no_file_elsewhere(path, folder, name, value)
+        elif name == "init_inputs" or name.endswith("_kwargs"):
+            for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
+                _check_no_file_elsewhere(path, folder, name, each)
+    _check_tokenizer_class(path, TOKENIZER_CONFIG_NAME, settings.get("tokenizer_class"))
+    _check_tokenizer_class(path, CONFIG_NAME, getattr(config, "tokenizer_class", None))
+
+
+def _check_no_file_elsewhere(path: str, folder: Path, name: str, value: object) -> None:
+    """Raises ValueError if a value of a tokenizer's setting is the path of a file outside of the model's folder.
+
+    transformers would read it as the vocabulary, which becomes a part of the saved model. Settings of old models name files of the
+    machine that saved them, which do not exist here.
+    """
+    if not isinstance(value, str):
         return
-    _check_links(Path(os.path.realpath(path)))
-    named = _object(path, TOKENIZER_CONFIG_NAME).get("fast_tokenizer_files", [])
-    _check_own(
-        path, f"fast_tokenizer_files in its {TOKENIZER_CONFIG_NAME}", named if isinstance(named, list) else [named]
-    )
+    try:
+        real = Path(os.path.realpath(value, strict=True))
+    except (OSError, ValueError):  # there is no such file
+        return
+    if not real.is_dir() and not real.is_relative_to(folder):
+        raise ValueError(
+            f"model.path {path!r}: {name} in its {TOKENIZER_CONFIG_NAME} must not name a file outside of its folder, but it names "
+            f"{value[:200]!r}, whose content would become a part of the saved model: remove {name}."
+        )
+
+
+def _check_tokenizer_class(path: str, file: str, name: object) -> None:
+    """Raises ValueError if a class that transformers has under this name is no tokenizer: it would load it all the same."""
+    if not isinstance(name, str):
+        return
+    for each in (name, name.removesuffix("Fast"), f"{name}Fast"):
+        found = tokenizer_class_from_name(each)
+        if found is not None and not isinstance(found, DummyObject) and not _is_tokenizer(found):
+            raise ValueError(
+                f"model.path {path!r}: tokenizer_class in its {file} must be a tokenizer of transformers, but it is {name[:200]!r}: "
+                "remove it, or name TokenizersBackend."
+            )
+
+
+def _is_tokenizer(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
 
 
 def _check_links(folder: Path) -> None:

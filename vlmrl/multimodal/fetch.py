@@ -38,7 +38,7 @@ REDIRECTS = (301, 302, 303, 307, 308)
 ANY_PUBLIC = "*"
 NOT_PUBLIC = "is not a public address of the internet"
 # IPv6 addresses that end with an IPv4 one.
-TRANSLATED = [ipaddress.ip_network(net) for net in ("::ffff:0:0/96", "64:ff9b::/96")]
+TRANSLATED = [ipaddress.ip_network(net) for net in ("::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96")]
 # Networks that Python 3.11 takes for public: Azure's and Oracle's metadata, translators, and a QEMU guest's way to its host (fec0::2)
 LOCAL = [
     ipaddress.ip_network(net)

@@ -12,7 +12,7 @@ from rich.progress import track
 
 from vlmrl.retrieval.base import LONGEST_QUERY, Hit, index_folder
 from vlmrl.retrieval.corpus import Corpus
-from vlmrl.utils.require import import_extra
+from vlmrl.utils.require import import_extra, require
 
 CHUNK = 4096  # passages encoded at a time while the index is built
 _UNIT_LENGTH = {"normalize_embeddings": True, "show_progress_bar": False}
@@ -31,7 +31,11 @@ class Dense:
         self.corpus = corpus
         self.passages: int | None = len(corpus)
         self._faiss: Any = import_extra("faiss", "dense")
-        self._model: Any = import_extra("sentence_transformers", "dense").SentenceTransformer(model)
+        library = import_extra("sentence_transformers", "dense")
+        rule = "6 or newer, since older ones run code of the model's folder (pip install -U 'vlmrl[dense]')"
+        version = library.__version__
+        require(int(version.partition(".")[0]) >= 6, "the version of sentence-transformers", rule, version)
+        self._model: Any = library.SentenceTransformer(model)
         self._query_prefix, self._passage_prefix = query_prefix or None, passage_prefix or None
         made_from = (corpus.digest(), model, passage_prefix, *_digests(Path(model)))
         folder = index_folder(self.name, made_from, self._build_index)

@@ -42,7 +42,8 @@ async def samples_of_conversation(
         raise RowError("timeout", f"task {task.id}: the chat template did not write it in time: {error}.") from error
     except RowError as error:
         raise RowError(error.reason, f"task {task.id}: {error}") from error
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:  # a field of another type
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        # a field of another type, or an id of more than 32 bits
         raise RowError("unreadable", f"task {task.id}: {type(error).__name__}: {error}") from error
     samples[-1].is_last_step = True
     return samples

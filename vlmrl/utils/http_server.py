@@ -167,7 +167,7 @@ def guarded(
 
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal held
-        if token is None and (not names_this_machine(request) or _is_of_another_page(request)):
+        if token is None and (not names_this_machine(request) or _is_of_another_page(request, public)):
             return _refused(
                 403, "this server answers to 127.0.0.1 and localhost only, as long as it requires no token."
             )
@@ -214,13 +214,16 @@ def _is_local(url: str) -> bool:
         return False
 
 
-def _is_of_another_page(request: web.BaseRequest) -> bool:
-    """Whether a browser sends the request for a page of another host. It may do so, though the page cannot read the response."""
+def _is_of_another_page(request: web.BaseRequest, public: Collection[str]) -> bool:
+    """Whether a browser sends the request for a page of another host. It may do so, though the page cannot read the response.
+
+    A link to a ``public`` path, the page of `vlmrl view`, is no harm.
+    """
     origin = request.headers.get("Origin")
     if origin is not None and not _is_local(origin):
         return True
     site, mode = (request.headers.get(f"Sec-Fetch-{name}") for name in ("Site", "Mode"))
-    return site == "cross-site" and mode != "navigate"  # a link to the page of `vlmrl view` is no harm
+    return site == "cross-site" and not (mode == "navigate" and request.path in public)
 
 
 def _has_token(request: web.BaseRequest, token: str) -> bool:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 VARIABLE = "VLMRL_CHROMIUM"
 SOCKET = "/org.chromium.Chromium.XXXXXX/SingletonSocket"
 MAX_TEMPORARY = 107 - len(SOCKET)  # bytes; the kernel's limit for a socket's path is 107
+LINK_PROGRAMS = (
+    "xdg-open",
+    "xdg-email",
+    "xdg-settings",
+)  # that Chromium starts for a link to no web page: no option forbids it
 ARGUMENTS = (
     "--disable-smooth-scrolling",  # a scroll is done when its event is
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",  # the one way around a proxy
@@ -81,7 +87,12 @@ class ChromiumProcess:
         playwright = await api.async_playwright().start()
         driver, mark = set(_drivers()) - before, uuid.uuid4().hex
         try:
-            environment = {**os.environ, MARK: mark}  # to find those that outlive the main one
+            found_first = os.pathsep.join([powerless_programs().name, os.environ.get("PATH", os.defpath)])
+            environment = {
+                **os.environ,
+                "PATH": found_first,
+                MARK: mark,
+            }  # the mark finds those that outlive the main one
             handle = await playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS), env=environment)
             control = await handle.new_browser_cdp_session()
             infos = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
@@ -131,6 +142,15 @@ class ChromiumProcess:
     def _remove_folders(self) -> None:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def powerless_programs() -> tempfile.TemporaryDirectory[str]:
+    """A folder for Chromium's PATH, in which the programs for links such as ``mailto:`` do nothing, in place of the machine's own."""
+    folder = tempfile.TemporaryDirectory(prefix="vlmrl-programs-")
+    for name in LINK_PROGRAMS:
+        (Path(folder.name) / name).symlink_to(str(shutil.which("true")))
+    return folder
 
 
 async def _stop(playwright: Any, driver: set[int], mark: str) -> None:
