@@ -22,11 +22,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 VARIABLE = "VLMRL_CHROMIUM"
 SOCKET = "/org.chromium.Chromium.XXXXXX/SingletonSocket"
 MAX_TEMPORARY = 107 - len(SOCKET)  # bytes; the kernel's limit for a socket's path is 107
-LINK_PROGRAMS = (
-    "xdg-open",
-    "xdg-email",
-    "xdg-settings",
-)  # that Chromium starts for a link to no web page: no option forbids it
+# Chromium starts them for a link that leads to no web page, and has no option against it.
+LINK_PROGRAMS = ("xdg-open", "xdg-email", "xdg-settings")
 ARGUMENTS = (
     "--disable-smooth-scrolling",  # a scroll is done when its event is
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",  # the one way around a proxy
@@ -88,8 +85,7 @@ class ChromiumProcess:
         driver, mark = set(_drivers()) - before, uuid.uuid4().hex
         try:
             found_first = os.pathsep.join([powerless_programs().name, os.environ.get("PATH", os.defpath)])
-            environment = {
-                **os.environ,
+            environment = os.environ | {
                 "PATH": found_first,
                 MARK: mark,
             }  # the mark finds those that outlive the main one
