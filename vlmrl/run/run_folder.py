@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -127,6 +128,18 @@ def check_is_no_other(folder: Path) -> None:
     found = read_object(folder / "config.json") or {}
     holds = "collected episodes" if "collect" in found else "a model" if "model_type" in found else None
     refuse_if(holds is not None, f"name must be that of a run, but {folder} holds {holds}: set another name.")
+
+
+def check_models_elsewhere(config: Config) -> None:
+    """Raises ValueError if a model that the run begins with is in its own folder, which the run sets aside, and whose model it writes.
+
+    The adapters of a checkpoint would be those of another model: added to weights that they are merged into, when it is resumed.
+    """
+    own = os.path.realpath(config.folder)
+    for name, path in (("model.path", config.model.source), ("teacher.model", config.teacher.model)):
+        inside = path is not None and Path(path).is_dir() and Path(os.path.realpath(path)).is_relative_to(own)
+        rule = f"outside of {config.folder}, where the run writes its own model: set another name, or name the model's new folder"
+        refuse_if(inside, f"{name} must be {rule} if an earlier run of that name was set aside.")
 
 
 def _how_to_continue_earlier(aside: Path) -> str:
