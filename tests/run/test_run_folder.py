@@ -92,12 +92,24 @@ def test_a_fine_tuning_that_was_killed_before_a_checkpoint_is_set_aside(tmp_path
 def test_a_failed_attempt_that_trained_no_step_leaves_its_folder_to_the_next(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0, "eval/reward/mean": 0.5}\n')
+    (tmp_path / "x/config.json").write_text('{"model": {}, "rollout": {}, "train": {}}')
     (tmp_path / "x/notes.txt").write_text("mine")
     (tmp_path / "x/trackers").mkdir()
     (tmp_path / "x/trackers/wandb.id").write_text("5f3a")
     assert message_of(tmp_path / "x") is None
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["metrics.jsonl", "notes.txt"]
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["config.json", "metrics.jsonl", "notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "trajectories.jsonl"])
+def test_a_run_empties_no_file_of_another_program(name, tmp_path):
+    """Others write `metrics.jsonl`, too: it was emptied, and `config.json` replaced, without a word."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / name).write_text('{"step": 1, "env/all/reward": 0.5}\n')
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match=f"name must be that of a run, but .*x has {name} of another program"):
+        message_of(tmp_path / "x")
+    assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from vlmrl.model.loading import shapes_of
 from vlmrl.model.policy import Policy
 from vlmrl.report.launch_command import resume_command
 from vlmrl.report.records import changed_settings, plain
-from vlmrl.report.run_log import check_sizes, read_rows
+from vlmrl.report.run_log import RunLog, check_sizes, read_rows
 from vlmrl.run.checkpointing import LoopState, is_newer
 from vlmrl.train.checkpoint import (
     KINDS,
@@ -103,11 +103,16 @@ def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
 
     If the block raises, what it wrote is deleted, and the earlier run's folder has its name again. The folder of a run that made no
     step is used again, so that failed attempts do not pile up. The files of its trackers are deleted: with them, the trackers would
-    continue the earlier run and leave out the steps that they have.
+    continue the earlier run and leave out the steps that they have. Raises ValueError for a folder with files of another program.
     """
     steps = trained_steps(folder) or _last_step(folder, "sft/loss")  # of a fine-tuning or a warm start
     checkpoints = complete_checkpoints(folder / "checkpoints")
     if not (steps or checkpoints or (folder / "model").exists()):
+        foreign = [name for name in ("config.json", *RunLog.FILES) if (folder / name).exists()]
+        refuse_if(
+            bool(foreign) and read_settings(folder) is None,
+            f"name must be that of a run, but {folder} has {', '.join(foreign)} of another program: set another name.",
+        )
         for name in TRACKER_FOLDERS:
             remove_folder(folder / name)
         yield None
