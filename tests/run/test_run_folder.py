@@ -296,7 +296,7 @@ def test_a_refused_resume_changes_no_byte(tmp_path, capsys):
         assert files(config.folder) == before, reason
     checkpoint = config.folder / "checkpoints/step000001"
     for name, damage in itertools.product(
-        ("run.json", "trainer/.metadata", "trainer/__0_0.distcp"), (Path.unlink, cut)
+        ("run.json", "trainer/.metadata", "trainer/__0_0.distcp", "random0.pt", "randomdriver.pt"), (Path.unlink, cut)
     ):
         content = (checkpoint / name).read_bytes()
         damage(checkpoint / name)

@@ -20,6 +20,7 @@ from vlmrl.report.run_log import RunLog, check_sizes, read_rows
 from vlmrl.run.checkpointing import LoopState, is_newer
 from vlmrl.train.checkpoint import (
     KINDS,
+    check_random,
     check_tensors,
     complete_checkpoints,
     newest_checkpoint,
@@ -58,6 +59,7 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
             "steps, so that rows would be skipped or repeated. For less memory, lower train.tokens_per_micro_batch."
         )
     check_tensors(checkpoint, _trained_shapes(config), KINDS if stage == "train" else KINDS[:1])  # without references
+    check_random(checkpoint)
     return sizes
 
 
