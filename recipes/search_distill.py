@@ -9,7 +9,7 @@ its color, right or wrong, and to guess after a search. Distillation then teache
     python recipes/search_distill.py --teacher.model None --teacher.sees None --algo.advantage grpo --rollout.group-size 8 \
         --train.groups-per-batch 8 --train.steps 60                                         # GRPO
 
-To compare from one warm start: `--train.steps 0` first, then `--warm-start.steps 0 --model.path runs/NAME/model` with
+To compare from one warm start: `--train.steps 0` first, then `--name NEW --warm-start.steps 0 --model.path runs/NAME/model` with
 `--data.generator datasets/lookup.py:make_task`, so that no training task has the answer in it.
 """
 

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 from testing.runs import short_quickstart
 
-from vlmrl.config import Checkpoint, Config, Data, Eval, Lora, Model, Report, Train, WarmStart
+from vlmrl.config import Checkpoint, Config, Data, Eval, Lora, Model, Report, Teacher, Train, WarmStart
+from vlmrl.model.tiny import build
 from vlmrl.report.launch_command import resume_command, write_command
 from vlmrl.report.trackers import TRACKERS, Tracker
 from vlmrl.run import program
@@ -91,12 +92,24 @@ def test_a_fine_tuning_that_was_killed_before_a_checkpoint_is_set_aside(tmp_path
 def test_a_failed_attempt_that_trained_no_step_leaves_its_folder_to_the_next(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0, "eval/reward/mean": 0.5}\n')
+    (tmp_path / "x/config.json").write_text('{"model": {}, "rollout": {}, "train": {}}')
     (tmp_path / "x/notes.txt").write_text("mine")
     (tmp_path / "x/trackers").mkdir()
     (tmp_path / "x/trackers/wandb.id").write_text("5f3a")
     assert message_of(tmp_path / "x") is None
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["metrics.jsonl", "notes.txt"]
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["config.json", "metrics.jsonl", "notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "trajectories.jsonl"])
+def test_a_run_empties_no_file_of_another_program(name, tmp_path):
+    """Others write `metrics.jsonl`, too: it was emptied, and `config.json` replaced, without a word."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / name).write_text('{"step": 1, "env/all/reward": 0.5}\n')
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match=f"name must be that of a run, but .*x has {name} of another program"):
+        message_of(tmp_path / "x")
+    assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -117,6 +130,28 @@ def test_a_run_empties_no_folder_of_collected_episodes_and_of_a_model(settings, 
     with pytest.raises(ValueError, match=f"name must be that of a run, but .*x holds {holds}: set another name"):
         run_training(config)
     assert files(tmp_path / "x") == {name.removeprefix("x/"): content for name, content in before.items()}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_does_not_begin_with_a_model_in_its_own_folder(resume, tmp_path):
+    """`vlmrl train --name x --model.path runs/x/model` with LoRA: the run wrote its own model there, to which a resume and an export
+    added the adapters of its checkpoint again."""
+    build(tmp_path / "real/model", "qwen3")
+    (tmp_path / "real/metrics.jsonl").write_text(ROW)
+    (tmp_path / "x").symlink_to("real")
+    before = files(tmp_path)
+    model = Model(path=str(tmp_path / "real/model"), device="cpu", lora=Lora(rank=2))
+    made = Data(generator=lambda index, seed: {"prompt": "?"}, size=4)
+    config = Config(
+        name="x", output_dir=str(tmp_path), model=model, data=made, reward=lambda text, task: 1.0, train=Train(0)
+    )
+    with pytest.raises(ValueError, match=r"model\.path must be outside of .*x, where the run writes its own model"):
+        run_training(config, resume=resume)
+    teacher = replace(config, model=Model(path="tiny:qwen3", device="cpu"), teacher=Teacher(model=model.path))
+    with pytest.raises(ValueError, match=r"teacher\.model must be outside of .*x, where the run writes its own model"):
+        run_training(teacher, resume=resume)
+    left = {name: content for name, content in files(tmp_path).items() if not name.startswith(".models")}
+    assert left == before
 
 
 def test_the_command_of_another_folder_names_it_and_torchrun_is_part_of_it(tmp_path, monkeypatch):
@@ -261,7 +296,7 @@ def test_a_refused_resume_changes_no_byte(tmp_path, capsys):
         assert files(config.folder) == before, reason
     checkpoint = config.folder / "checkpoints/step000001"
     for name, damage in itertools.product(
-        ("run.json", "trainer/.metadata", "trainer/__0_0.distcp"), (Path.unlink, cut)
+        ("run.json", "trainer/.metadata", "trainer/__0_0.distcp", "random0.pt", "randomdriver.pt"), (Path.unlink, cut)
     ):
         content = (checkpoint / name).read_bytes()
         damage(checkpoint / name)

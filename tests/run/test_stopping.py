@@ -167,6 +167,17 @@ def test_two_ctrl_c_at_once_let_the_run_save_its_last_step(monkeypatch):
     assert stop.number == signal.SIGINT
 
 
+def test_a_ctrl_c_that_has_ended_the_outputs_reader_too_stops_the_run_in_order(monkeypatch):
+    """`vlmrl train ... 2>&1 | tee log`: the handler's error in the middle of an update lost all steps since the last checkpoint."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stop = StopRequest()
+    with os.fdopen(writer, "w") as unread, stop_on_signals(stop):
+        monkeypatch.setattr(sys, "__stderr__", unread)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.number == signal.SIGINT
+
+
 @pytest.mark.slow
 def test_sigterm_ends_the_process_when_its_grace_period_ends():
     """Whatever it does then: on a slow machine it may not have begun to save."""

@@ -12,7 +12,7 @@ from vlmrl.config import Algo, Config, Model, Optim, Teacher
 from vlmrl.model.loading import load_model
 from vlmrl.run.checkpointing import LoopState
 from vlmrl.run.run_folder import check_resume
-from vlmrl.train.checkpoint import save_json
+from vlmrl.train.checkpoint import random_state, save_json, save_random
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import ResponseSpan
 
@@ -53,6 +53,7 @@ def test_a_resumed_average_is_that_of_an_uninterrupted_run(qwen3_vl, tmp_path, d
 
 def test_a_checkpoint_with_an_average_is_resumed_by_the_settings_that_made_it(qwen3_vl, tmp_path):
     new_trainer(qwen3_vl)[1].save(tmp_path)
+    save_random(tmp_path, "driver", random_state())
     save_json(tmp_path, asdict(LoopState(batches={"tasks": {"drawn": 0, "too_long": 0}})))
     config = Config(model=Model(path=str(qwen3_vl), device="cpu"), output_dir=str(tmp_path), teacher=SPEC.teacher)
     assert check_resume(config, tmp_path) == {}

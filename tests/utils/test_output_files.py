@@ -16,6 +16,7 @@ from vlmrl.utils.output_files import (
     check_writable,
     open_regular,
     output_errors,
+    remove_folder,
     whole_file,
 )
 
@@ -79,6 +80,23 @@ def test_the_new_folder_has_its_name_before_the_earlier_one_is_deleted(tmp_path,
         (part / "new").touch()
         monkeypatch.setattr(shutil, "rmtree", noted)
     assert seen == [["new"]]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_of_a_folder_that_was_moved_the_link_alone_is_replaced(is_there, tmp_path):
+    """To a disk with more room: the run ended with "Cannot call rmtree on a symbolic link" when its checkpoint was the oldest one."""
+    (tmp_path / "disk").mkdir()
+    if is_there:
+        (tmp_path / "disk/old.txt").write_text("old")
+    for name in ("model", "step000001"):
+        (tmp_path / name).symlink_to("disk" if is_there else "gone")
+    for text in ("new", "newer"):
+        with atomic_folder(tmp_path / "model") as part:
+            (part / "new.txt").write_text(text)
+    remove_folder(tmp_path / "step000001")
+    assert (tmp_path / "model/new.txt").read_text() == "newer" and not (tmp_path / "model").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "model"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["old.txt"] * is_there
 
 
 def test_weights_have_the_mode_that_the_umask_gives(tmp_path):

@@ -1,13 +1,15 @@
 """Texts of others do not control the terminal."""
 
 import io
+import os
 
 import pytest
 from rich.table import Table
 from rich.text import Text
 
 from vlmrl.cli.recipe import errors_in_one_line
-from vlmrl.utils.terminal import Terminal, printable
+from vlmrl.report.progress import RunProgress
+from vlmrl.utils.terminal import RunTerminal, Terminal, printable
 
 HOSTILE = "hi \x1b]52;c;cm0=\x07\x1b[2J\x9b1m\u202eyou\ud800"
 
@@ -32,3 +34,19 @@ def test_an_error_in_one_line_is_printable(capsys):
     with pytest.raises(SystemExit), errors_in_one_line():
         raise ValueError(f"row 0: {HOSTILE}")
     assert capsys.readouterr().err.startswith(r"vlmrl: row 0: hi \x1b]52")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("output", ["a pipe whose reader has ended", "a full disk"])
+def test_a_run_goes_on_where_nothing_can_be_printed(output, is_terminal):
+    """`vlmrl train | tee log`, with `tee` killed, or a connection lost: the run ended, without a checkpoint."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full" if output == "a full disk" else writer, "w") as file:
+        progress = RunProgress(RunTerminal(file=file, force_terminal=is_terminal))
+        progress.say("begins")
+        with progress.phase("train", 2) as phase:
+            phase.advance(reward=0.5)
+            progress.say("half")
+            phase.advance(reward=0.6)
+        progress.say("ends")

@@ -24,6 +24,7 @@ from vlmrl.cluster.launcher import Actor, Node, Ref, results
 from vlmrl.cluster.placement import START_SECONDS, Placement
 from vlmrl.config import Config
 from vlmrl.engine.server import Launch
+from vlmrl.utils.terminal import drop_output
 
 POLL_SECONDS = 0.2
 ANSWER_SECONDS = 1.0  # for a launcher's answer to a poll; one that is slower is asked again
@@ -152,7 +153,7 @@ def _watch(ranks: Sequence[RankProcess], received: list[int]) -> list[RankProces
         for rank in ranks:
             written = rank.poll()
             if rank.number == 0 and written:
-                print(decode(written), end="", flush=True)
+                _print(decode(written))
         new = [rank for rank in ranks if rank.failed and rank not in failed]
         # Ranks that lose their connection to one that died end soon after it, often before the driver looks again.
         failed += sorted(new, key=lambda rank: (not rank.lost, (rank.status or 0) > 0, rank.number == 0))
@@ -163,6 +164,14 @@ def _watch(ranks: Sequence[RankProcess], received: list[int]) -> list[RankProces
             passed_on += 1
         time.sleep(POLL_SECONDS)
     return failed
+
+
+def _print(text: str) -> None:
+    """Print rank 0's output, if anybody reads it: the ranks go on."""
+    try:
+        print(text, end="", flush=True)
+    except OSError:
+        drop_output(sys.stdout)
 
 
 @contextmanager

@@ -8,14 +8,14 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vlmrl.utils.terminal import Terminal
+from vlmrl.utils.terminal import RunTerminal
 
 
 class RunProgress:
     """One progress bar per phase of a run: ``with progress.phase("train", 100) as phase: phase.advance(reward=0.4)``."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Terminal(soft_wrap=True)
+        self.console = console or RunTerminal(soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Print ``text`` as it is. Brackets are no markup, and what the terminal cannot show is escaped."""

@@ -18,7 +18,7 @@ from vlmrl.report.metrics import trajectory_metrics
 from vlmrl.report.records import plain
 from vlmrl.run.evaluate import Evaluation, LeftOut, TaskRewards
 from vlmrl.types import Trajectory
-from vlmrl.utils.terminal import Terminal
+from vlmrl.utils.terminal import RunTerminal
 
 FORMAT = 1
 """The version of the JSON form."""
@@ -140,7 +140,9 @@ def eval_document(
 
 def print_report(console: Console, rows: Sequence[EvalRow], seed: int) -> None:
     """Print the tables: scores, episodes, sources, differences. Outside a terminal they are 120 columns wide."""
-    wide = Terminal(file=console.file, width=None if console.is_terminal else max(console.width, 120), highlight=False)
+    wide = RunTerminal(
+        file=console.file, width=None if console.is_terminal else max(console.width, 120), highlight=False
+    )
     wide.print(_scores_table({row.name: row.scores for row in rows}, "held-out tasks"))
     wide.print(_episodes_table(rows))
     by_source = {f"{row.name}: {source}": scores for row in rows for source, scores in row.sources.items()}

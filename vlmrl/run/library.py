@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,11 @@ def train_config(
             except KeyboardInterrupt:
                 if stop.number is not None:
                     raise
-                print("stopping: the last finished step is saved first; interrupt again to stop waiting", flush=True)
                 stop.request(signal.SIGINT)
+                with suppress(OSError):
+                    print(
+                        "stopping: the last finished step is saved first; interrupt again to stop waiting", flush=True
+                    )
     finally:
         thread.close()
     model = None if run is None or run.model.is_on_meta else run.model

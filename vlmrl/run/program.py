@@ -34,6 +34,7 @@ from vlmrl.run.build import NO_TASKS, Run, build_run, check_names
 from vlmrl.run.off_policy import describe_correction
 from vlmrl.run.run_folder import (
     check_is_no_other,
+    check_models_elsewhere,
     check_resume,
     describe_changes,
     earlier_run_set_aside,
@@ -94,6 +95,7 @@ def run_training(
             _without_weights(config, progress)
         else:
             check_is_no_other(config.folder)
+            check_models_elsewhere(config)
             with run_lock(config.folder):
                 run = build_run(config, ranks, commands)
                 _train(run, progress, stop, resume, command, on_row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +16,11 @@ from vlmrl.model.loading import shapes_of
 from vlmrl.model.policy import Policy
 from vlmrl.report.launch_command import resume_command
 from vlmrl.report.records import changed_settings, plain
-from vlmrl.report.run_log import check_sizes, read_rows
+from vlmrl.report.run_log import RunLog, check_sizes, read_rows
 from vlmrl.run.checkpointing import LoopState, is_newer
 from vlmrl.train.checkpoint import (
     KINDS,
+    check_random,
     check_tensors,
     complete_checkpoints,
     newest_checkpoint,
@@ -57,6 +59,7 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
             "steps, so that rows would be skipped or repeated. For less memory, lower train.tokens_per_micro_batch."
         )
     check_tensors(checkpoint, _trained_shapes(config), KINDS if stage == "train" else KINDS[:1])  # without references
+    check_random(checkpoint)
     return sizes
 
 
@@ -102,11 +105,16 @@ def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
 
     If the block raises, what it wrote is deleted, and the earlier run's folder has its name again. The folder of a run that made no
     step is used again, so that failed attempts do not pile up. The files of its trackers are deleted: with them, the trackers would
-    continue the earlier run and leave out the steps that they have.
+    continue the earlier run and leave out the steps that they have. Raises ValueError for a folder with files of another program.
     """
     steps = trained_steps(folder) or _last_step(folder, "sft/loss")  # of a fine-tuning or a warm start
     checkpoints = complete_checkpoints(folder / "checkpoints")
     if not (steps or checkpoints or (folder / "model").exists()):
+        foreign = [name for name in ("config.json", *RunLog.FILES) if (folder / name).exists()]
+        refuse_if(
+            bool(foreign) and read_settings(folder) is None,
+            f"name must be that of a run, but {folder} has {', '.join(foreign)} of another program: set another name.",
+        )
         for name in TRACKER_FOLDERS:
             remove_folder(folder / name)
         yield None
@@ -127,6 +135,18 @@ def check_is_no_other(folder: Path) -> None:
     found = read_object(folder / "config.json") or {}
     holds = "collected episodes" if "collect" in found else "a model" if "model_type" in found else None
     refuse_if(holds is not None, f"name must be that of a run, but {folder} holds {holds}: set another name.")
+
+
+def check_models_elsewhere(config: Config) -> None:
+    """Raises ValueError if a model that the run begins with is in its own folder, which the run sets aside, and whose model it writes.
+
+    The adapters of a checkpoint would be those of another model: added to weights that they are merged into, when it is resumed.
+    """
+    own = os.path.realpath(config.folder)
+    for name, path in (("model.path", config.model.source), ("teacher.model", config.teacher.model)):
+        inside = path is not None and Path(path).is_dir() and Path(os.path.realpath(path)).is_relative_to(own)
+        rule = f"outside of {config.folder}, where the run writes its own model: set another name, or name the model's new folder"
+        refuse_if(inside, f"{name} must be {rule} if an earlier run of that name was set aside.")
 
 
 def _how_to_continue_earlier(aside: Path) -> str:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -114,10 +114,12 @@ def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> It
 
 def _end_process(number: int, why: str) -> None:
     _say(why)
-    sys.stdout.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(128 + number)
 
 
 def _say(text: str) -> None:
     """Print from a signal handler, in which the console's lock may be taken."""
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
+    with suppress(OSError):  # nobody reads it: the same Ctrl-C has ended `| tee`
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())

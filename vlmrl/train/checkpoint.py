@@ -295,6 +295,15 @@ def save_random(checkpoint: Path, process: int | str, state: dict[str, Any]) -> 
     torch.save(state, checkpoint / f"random{process}.pt")
 
 
+def check_random(checkpoint: Path) -> None:
+    """Raises ValueError if the generators of the loop or of rank 0 are missing or damaged: the numbers that follow would be others."""
+    with readable(checkpoint):
+        for process in ("driver", 0):
+            path = checkpoint / f"random{process}.pt"
+            with open_regular(path) as file:
+                _check_sums(path.name, BytesIO(file.read()))
+
+
 def load_random(checkpoint: Path, process: int | str) -> None:
     """Restore the generators. A rank that wrote no part of the checkpoint keeps its own."""
     path = checkpoint / f"random{process}.pt"

@@ -162,7 +162,7 @@ def atomic_folder(folder: Path, option: str = "output_dir", *, replaces: bool = 
             part.rename(folder)
             _flush(folder.parent)
             if earlier is not None:
-                shutil.rmtree(earlier)  # last, as it takes long
+                _delete(earlier)  # last, as it takes long
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
@@ -171,16 +171,24 @@ def atomic_folder(folder: Path, option: str = "output_dir", *, replaces: bool = 
 def remove_folder(folder: Path) -> None:
     """Delete a folder, if it exists. It is renamed first, so that no half of it keeps its name."""
     if (removed := _aside(folder)) is not None:
-        shutil.rmtree(removed)
+        _delete(removed)
 
 
 def _aside(folder: Path) -> Path | None:
     """Rename a folder to a hidden name, which is returned. None: it does not exist."""
-    if not folder.exists():
+    if not (folder.exists() or folder.is_symlink()):
         return None
     removed = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(removed, ignore_errors=True)  # left by a process that was killed
+    _delete(removed, ignore_errors=True)  # left by a process that was killed
     return folder.rename(removed)
+
+
+def _delete(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a folder. Of a link to one, such as a checkpoint that was moved to another disk, only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
 def _usual_mode(folder: Path) -> int:

@@ -1,10 +1,15 @@
-"""Prints untrusted text on a terminal with its control characters escaped: they could write to the clipboard or hide a line."""
+"""Prints untrusted text on a terminal with its control characters escaped: they could write to the clipboard or hide a line.
+
+The output of a run may end before the run does: its reader ended, its terminal was closed, or its disk is full.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
-from typing import Any
+from contextlib import suppress
+from typing import IO, Any
 
 from rich.console import Console
 from rich.segment import Segment
@@ -24,3 +29,24 @@ class Terminal(Console):
     def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
         for segment in super().render(*args, **kwargs):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+class RunTerminal(Terminal):
+    """Of a program whose results are files: it goes on where nothing can be printed any more."""
+
+    def on_broken_pipe(self) -> None:
+        drop_output(self.file)
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        except OSError:
+            drop_output(self.file)
+
+
+def drop_output(stream: IO[str]) -> None:
+    """Let all that is written to ``stream`` go nowhere, after it could not be written: also the interpreter's flush at the end."""
+    with suppress(OSError, ValueError):  # it has no file
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, stream.fileno())
+        os.close(nothing)
