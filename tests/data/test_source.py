@@ -137,14 +137,16 @@ def test_bare_image_parts_take_the_images_in_order():
     assert prompt[1]["content"][0] == {"type": "image"}  # the row itself is left alone
 
 
-@pytest.mark.parametrize("indices", [(1, 0), (0, 0)])
+@pytest.mark.parametrize("indices", [(1, 0), (0, 0), (0, 2), (-1, 0), ("0", "1"), ([0], [1])])
 def test_image_parts_that_name_other_images_than_the_next_are_refused(indices):
     """As ``{"type": "image", "index": 1, "text": None}``: the index was ignored, so that the prompt showed the wrong image."""
 
     def prompt(*indices):
         return [{"role": "user", "content": [{"type": "image", "index": each, "text": None} for each in indices]}]
 
-    with pytest.raises(ValueError, match=r"task 0 of generator.*: its image parts have the indices \[., 0\]"):
+    with pytest.raises(
+        ValueError, match=r"task 0 of generator.*: the index of its image parts must count the row's images in order"
+    ):
         task_with(prompt(*indices), [A, B])
     for in_order in [(0, 1), (1, 2), (None, None)]:
         assert task_with(prompt(*in_order), [A, B]).prompt[0]["content"] == [image(A), image(B)]
@@ -746,11 +748,14 @@ def test_images_that_no_prompt_shows_are_warned_of(tmp_path):
     assert not any(load_tasks(Data(str(jsonl(tmp_path / "b.jsonl", [row])))).warnings for row in shown)
 
 
-def test_messages_that_are_written_as_json_are_warned_of(tmp_path):
-    """A cell of CSV cannot hold anything else: the model read the JSON as the user's text, unsaid."""
-    (path := tmp_path / "a.csv").write_text('prompt,answer\n"[{""role"": ""user"", ""content"": ""2+2?""}]",4\n')
+@pytest.mark.parametrize(
+    "cell", ['[{""role"": ""user"", ""content"": ""2+2?""}]', "[{'content': '2+2?', 'role': 'user'}]"]
+)
+def test_messages_that_are_written_as_a_text_are_warned_of(cell, tmp_path):
+    """A cell of CSV cannot hold anything else: the model read the JSON, or what pandas writes, as the user's text, unsaid."""
+    (path := tmp_path / "a.csv").write_text(f'prompt,answer\n"{cell}",4\n')
     (warning,) = load_tasks(Data(str(path))).warnings
-    assert warning.startswith("column 'prompt' holds messages written as JSON, which the model reads as a text: ")
+    assert warning.startswith("column 'prompt' holds messages written as a text, which the model reads as one: ")
     path.write_text('prompt,answer\n"[{""a"": 1}]",4\n"[{",5\n')
     assert not load_tasks(Data(str(path))).warnings
 

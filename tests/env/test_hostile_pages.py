@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,24 +67,22 @@ async def test_a_page_cannot_leave_to_what_its_tab_showed_before(tmp_path, leave
 
 async def test_a_link_to_mail_starts_no_program_of_this_machine(tmp_path, monkeypatch):
     """Chromium starts xdg-email for a click on one without asking, and xdg-settings for any scheme that it does not know."""
-    written, find = tmp_path / "written", shutil.which
-    for kind in ("own", "harmless"):
-        (tmp_path / kind).mkdir()
-        for name in ("xdg-email", "xdg-settings", "true"):
-            program = tmp_path / kind / name
-            program.write_text(f"#!/bin/sh\necho {kind} ${{0##*/}} >> {written}\n")
-            program.chmod(0o755)
+    chromium_process.programs_that_do_nothing.cache_clear()
+    harmless, written = Path(chromium_process.programs_that_do_nothing().name), tmp_path / "written"
+    (tmp_path / "own").mkdir()
+    for program in list(harmless.iterdir()):
+        assert os.access(program, os.X_OK)
+        for kind, path in (("own", tmp_path / "own" / program.name), ("harmless", program)):
+            path.write_text(f"#!/bin/sh\necho {kind} ${{0##*/}} >> {written}\n")
+            path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "own"), prepend=os.pathsep)
-    harmless = str(tmp_path / "harmless/true")
-    monkeypatch.setattr(shutil, "which", lambda name, **how: harmless if name == "true" else find(name, **how))
-    chromium_process.powerless_programs.cache_clear()
     try:
         async with opened(page_env(tmp_path, on_click("location.href = `mailto:a@b`")), sessions=3) as env:
             await env.step(click(500, 500))
             await asyncio.to_thread(wait_until, lambda: written.exists() and "xdg-email" in written.read_text())
         await asyncio.to_thread(env._pool.close)
     finally:
-        chromium_process.powerless_programs.cache_clear()
+        chromium_process.programs_that_do_nothing.cache_clear()
     assert "own" not in written.read_text(), written.read_text()
 
 

@@ -214,16 +214,21 @@ def test_the_charset_in_a_header_is_not_read():
     assert trajectory.reward == 1.0, trajectory.error
 
 
-def test_cookies_are_not_kept():
-    """A server that set some thousands with each page of tools made each request take seconds in the event loop."""
+@pytest.mark.parametrize(("count", "error"), [(10, None), (11, "it has set more than 20 cookies")])
+def test_a_server_sets_few_cookies(count: int, error: str | None):
+    """One that set some thousands with each page of tools made each request take seconds in the event loop."""
     sent = []
 
-    async def with_cookie(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
-        sent.append(request.headers.get("Cookie"))
-        return web.json_response(texts(message, "3"), headers={"Set-Cookie": "a=b"})
+    async def with_cookies(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+        sent.append(len(request.cookies))
+        response = web.json_response(texts(message, "3"))
+        for number in range(count):
+            response.set_cookie(f"c{len(sent)}-{number}", "1")
+        return response
 
-    assert played(with_cookie, responses=[CALL, CALL, "done"]).reward == 1.0
-    assert sent == [None, None]
+    trajectory = played(with_cookies, responses=[CALL, CALL, "done"])
+    assert sent == [0, count]  # a load balancer needs them
+    assert (trajectory.reward, error is None) == (1.0, True) or error in trajectory.error
 
 
 def test_an_answer_of_tiny_chunks_does_not_stop_the_event_loop(monkeypatch: pytest.MonkeyPatch):

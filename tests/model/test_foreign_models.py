@@ -109,11 +109,14 @@ def test_a_tokenizer_is_read_from_no_file_elsewhere(qwen3_vl, tmp_path):
         load_reader(Model(path=str(folder)), tmp_path)
 
 
-@pytest.mark.parametrize("setting", ["vocab", "init_inputs", "gguf_file"])
+@pytest.mark.parametrize("setting", ["vocab", "init_inputs", "gguf_file", "vocab_file"])
 def test_the_settings_of_a_tokenizer_name_no_file_elsewhere(setting, qwen3_vl, tmp_path):
     """transformers reads `vocab` as a file of tokens, which the trained model is saved with."""
     private, folder = tmp_path / "id_rsa", copied(qwen3_vl, tmp_path / "model")
     private.write_text("a line of a key\n[UNK]\n")
+    change(folder / "tokenizer_config.json", tokenizer_file=str(private))  # left by an older transformers, and not read
+    load_reader(Model(path=str(folder)), tmp_path)
+    change(folder / "tokenizer_config.json", tokenizer_file=None)
     (folder / "tokenizer.json").rename(folder / "vocab.json")
     settings = {"tokenizer_class": "BertTokenizer", "special_tokens_map_file": str(private)}
     change(folder / "tokenizer_config.json", **settings, vocab={"[UNK]": 0})

@@ -23,7 +23,14 @@ from vlmrl.report.trackers import TRACKERS, Tracker
 from vlmrl.run import program
 from vlmrl.run.checkpointing import LoopState, best_reward, save_model, save_summary, write_checkpoint
 from vlmrl.run.program import run_training
-from vlmrl.run.run_folder import check_resume, earlier_run_set_aside, has_finished, newest_weights, trained_steps
+from vlmrl.run.run_folder import (
+    check_is_no_other,
+    check_resume,
+    earlier_run_set_aside,
+    has_finished,
+    newest_weights,
+    trained_steps,
+)
 from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.utils.output_files import OutputError
 
@@ -107,8 +114,8 @@ def test_a_run_empties_no_file_of_another_program(name, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / name).write_text('{"step": 1, "env/all/reward": 0.5}\n')
     before = files(tmp_path)
-    with pytest.raises(ValueError, match=f"name must be that of a run, but .*x has {name} of another program"):
-        message_of(tmp_path / "x")
+    with pytest.raises(ValueError, match=f"name must be that of a run, but .*x holds {name} of another program"):
+        check_is_no_other(tmp_path / "x")
     assert files(tmp_path) == before
 
 

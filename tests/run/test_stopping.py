@@ -179,6 +179,23 @@ def test_a_ctrl_c_that_has_ended_the_outputs_reader_too_stops_the_run_in_order(m
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_the_end_of_its_terminal_stops_a_run_in_order_unless_it_runs_under_nohup(is_ignored):
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        process = started(1e6)
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    process.send_signal(signal.SIGHUP)
+    if is_ignored:
+        process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == ("saving SIGTERM 143\n" if is_ignored else "saving SIGHUP 129\n")
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.slow
 def test_sigterm_ends_the_process_when_its_grace_period_ends():
     """Whatever it does then: on a slow machine it may not have begun to save."""
     process = started(0.5)

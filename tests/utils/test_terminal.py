@@ -2,6 +2,8 @@
 
 import io
 import os
+import subprocess
+import sys
 
 import pytest
 from rich.table import Table
@@ -34,6 +36,27 @@ def test_an_error_in_one_line_is_printable(capsys):
     with pytest.raises(SystemExit), errors_in_one_line():
         raise ValueError(f"row 0: {HOSTILE}")
     assert capsys.readouterr().err.startswith(r"vlmrl: row 0: hi \x1b]52")
+
+
+BOTH = """
+import sys
+from vlmrl.report.progress import RunProgress
+
+RunProgress().say("begins")
+print("a reward's own remark", file=sys.stderr, flush=True)
+open(sys.argv[1], "w").write("goes on")
+"""
+
+
+@pytest.mark.slow
+def test_standard_error_ends_with_the_output_that_it_is_joined_to(tmp_path):
+    """``2>&1 | tee log``: what an env or a reward prints as an error failed its episodes."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", BOTH, str(tmp_path / "done")]
+    done = subprocess.run(command, stdout=writer, stderr=writer, timeout=600)
+    os.close(writer)
+    assert done.returncode == 0 and (tmp_path / "done").read_text() == "goes on"
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

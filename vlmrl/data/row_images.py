@@ -48,10 +48,10 @@ class RowImages:
         marked = [message for message in messages if message["role"] == "user" and isinstance(message["content"], str)]
         parts = [part for message in messages for part in image_parts(message) if "image" not in part]
         bare, indices = len(parts), [index for part in parts if (index := part.pop("index", None)) is not None]
-        if indices != sorted(set(indices)):
+        if indices not in (list(range(bare)), list(range(1, bare + 1)), []):
             raise ValueError(
-                f"{self.where}: its image parts have the indices {indices!r:.100}, but they take the images in order. Put the images "
-                "in the order in which the parts show them, each as often"
+                f"{self.where}: the index of its image parts must count the row's images in order from 0 or 1, but it is "
+                f"{indices!r:.100}. Put the images in the order in which the parts show them, each as often"
             )
         marks = sum(message["content"].count(MARK) for message in marked) if self.sources else 0
         if marks > max(0, len(self.sources) - bare):

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import inspect
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,6 @@ from vlmrl.config import Data
 from vlmrl.config.code import local_data, resolve_function
 from vlmrl.data.row_images import IMAGE_SUFFIXES, MARK, PLAIN_MARK, RowImages, image_parts
 from vlmrl.types import Message, Task
-from vlmrl.utils.json_files import strict_json
 from vlmrl.utils.require import require
 from vlmrl.utils.users_line import describe_error
 
@@ -121,6 +121,7 @@ def task_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big") >> 1
 
 
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*["'](role|content|from)["']\s*:""")
 EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains the answer"}
 """What it means that a row has no prompt, or no answer."""
 
@@ -179,9 +180,9 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
         empty = rows.empty_texts(columns[key]) if columns.get(key) in rows.columns else []
         if empty:
             yield empty_warning(key, f"column {columns[key]!r}", empty)
-    if _is_written_as_json(rows, columns["prompt"]):
+    if _is_text_of_messages(rows, columns["prompt"]):
         remedy = "write them as a list, in a JSON or parquet file"
-        yield f"column {columns['prompt']!r} holds messages written as JSON, which the model reads as a text: {remedy}"
+        yield f"column {columns['prompt']!r} holds messages written as a text, which the model reads as one: {remedy}"
     if "images" not in columns and (other := _unshown_images(rows, columns.get("prompt"))):
         yield f"column {other!r} holds images that no prompt shows: map it to images with data.columns, unless the env reads it"
     name = columns.get("answer")
@@ -192,14 +193,10 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
         )
 
 
-def _is_written_as_json(rows: Rows, prompt: str) -> bool:
-    """Whether the first prompt is a text with the JSON of messages."""
+def _is_text_of_messages(rows: Rows, prompt: str) -> bool:
+    """Whether the first prompt is a text with messages in JSON, or as Python prints them, which pandas writes to CSV files."""
     value = rows.first(prompt) if prompt in rows.columns and "." not in prompt else None
-    try:
-        found = strict_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, list) and bool(found) and all(isinstance(each, dict) and "role" in each for each in found)
+    return isinstance(value, str) and MESSAGES_AS_TEXT.match(value) is not None
 
 
 def holds_images(column: str) -> bool:

@@ -18,10 +18,9 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sized
 from contextlib import asynccontextmanager
 from functools import cache, partial
-from http.cookiejar import DefaultCookiePolicy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,6 +44,7 @@ MAX_VALUES = 100_000  # in a response, which holds the interpreter while it is p
 MAX_LINES = 50_000  # of a stream, each of which is read in the event loop
 INVALID_PARAMS = -32602  # JSON-RPC's code: some servers report the model's wrong arguments so, and not in a result
 MAX_TOOLS = 1000  # and pages of them
+MAX_COOKIES = 20  # of one server, in a session
 GUARD_SECONDS = 1.0  # from SIGTERM to SIGKILL of a command; the client kills its guard after 2 s
 RESUME_SECONDS = 1.0  # before a stream that ended is asked for again; a server may ask for no pause at all
 
@@ -140,8 +140,7 @@ class McpEnv(ToolEnv):
             http = import_extra("mcp.client.streamable_http", "mcp")
             headers = {"Accept-Encoding": "identity"}
             async with http.create_mcp_http_client(headers) as sender:
-                sender.event_hooks = {"response": [self._limit]}
-                sender.cookies.jar.set_policy(DefaultCookiePolicy(netscape=False))  # all requests would repeat them
+                sender.event_hooks = {"response": [partial(self._limit, sender.cookies.jar)]}
                 async with mcp.Client(http.streamable_http_client(connection, http_client=sender)) as client:
                     yield client
             return
@@ -191,7 +190,7 @@ class McpEnv(ToolEnv):
             self._refused = f"its answer has more than {excess}"
         return bool(excess)
 
-    async def _limit(self, response: Any) -> None:
+    async def _limit(self, cookies: Sized, response: Any) -> None:
         """Make a response fail, when it is read, if it is compressed or over a limit; of a stream, all events together.
 
         The stream that a server may send messages of its own on is refused, as an env reads none: the client would open it again and
@@ -207,6 +206,9 @@ class McpEnv(ToolEnv):
         def refuse(why: str) -> None:
             self._refused = why  # the client does not report why a stream ended
             raise library.StreamError(why)
+
+        if len(cookies) > MAX_COOKIES:  # each later request would take the time to choose among them
+            refuse(f"it has set more than {MAX_COOKIES} cookies")
 
         if response.request.method == "GET":
             if "Last-Event-ID" not in response.request.headers:

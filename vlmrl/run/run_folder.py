@@ -105,20 +105,14 @@ def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
 
     If the block raises, what it wrote is deleted, and the earlier run's folder has its name again. The folder of a run that made no
     step is used again, so that failed attempts do not pile up. The files of its trackers are deleted: with them, the trackers would
-    continue the earlier run and leave out the steps that they have. Raises ValueError for a folder with files of another program.
+    continue the earlier run and leave out the steps that they have.
     """
-    steps = trained_steps(folder) or _last_step(folder, "sft/loss")  # of a fine-tuning or a warm start
-    checkpoints = complete_checkpoints(folder / "checkpoints")
-    if not (steps or checkpoints or (folder / "model").exists()):
-        foreign = [name for name in ("config.json", *RunLog.FILES) if (folder / name).exists()]
-        refuse_if(
-            bool(foreign) and read_settings(folder) is None,
-            f"name must be that of a run, but {folder} has {', '.join(foreign)} of another program: set another name.",
-        )
+    if not _has_trained(folder):
         for name in TRACKER_FOLDERS:
             remove_folder(folder / name)
         yield None
         return
+    steps, checkpoints = _steps(folder), complete_checkpoints(folder / "checkpoints")
     number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
     aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
     try:
@@ -130,10 +124,22 @@ def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
         raise
 
 
+def _has_trained(folder: Path) -> bool:
+    return bool(_steps(folder) or complete_checkpoints(folder / "checkpoints") or (folder / "model").exists())
+
+
+def _steps(folder: Path) -> int:
+    """Those of the training, or else of a fine-tuning or a warm start."""
+    return trained_steps(folder) or _last_step(folder, "sft/loss")
+
+
 def check_is_no_other(folder: Path) -> None:
-    """Raises ValueError if ``folder`` holds collected episodes, or a model: a run would overwrite them."""
+    """Raises ValueError if ``folder`` holds collected episodes, a model, or another program's logs: a run would overwrite them."""
     found = read_object(folder / "config.json") or {}
     holds = "collected episodes" if "collect" in found else "a model" if "model_type" in found else None
+    foreign = [name for name in ("config.json", *RunLog.FILES) if (folder / name).exists()]
+    if holds is None and foreign and read_settings(folder) is None and not _has_trained(folder):
+        holds = f"{', '.join(foreign)} of another program"
     refuse_if(holds is not None, f"name must be that of a run, but {folder} holds {holds}: set another name.")
 
 
@@ -144,9 +150,12 @@ def check_models_elsewhere(config: Config) -> None:
     """
     own = os.path.realpath(config.folder)
     for name, path in (("model.path", config.model.source), ("teacher.model", config.teacher.model)):
-        inside = path is not None and Path(path).is_dir() and Path(os.path.realpath(path)).is_relative_to(own)
-        rule = f"outside of {config.folder}, where the run writes its own model: set another name, or name the model's new folder"
-        refuse_if(inside, f"{name} must be {rule} if an earlier run of that name was set aside.")
+        folder = None if path is None else Path(path).expanduser()
+        refuse_if(
+            folder is not None and folder.is_dir() and Path(os.path.realpath(folder)).is_relative_to(own),
+            f"{name} must be outside of {config.folder}, where the run writes its own model, but it is {path!r}: set another name. "
+            f"If {config.folder} was renamed, as a new run of its name does, give the path in the renamed folder.",
+        )
 
 
 def _how_to_continue_earlier(aside: Path) -> str:

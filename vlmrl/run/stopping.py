@@ -1,4 +1,4 @@
-"""Stopping a run: Ctrl-C and SIGTERM end it at the next place where its state is that of a finished step."""
+"""Stopping a run: Ctrl-C, SIGTERM and the end of its terminal end it at the next place where its state is that of a finished step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAME_SIGNAL_SECONDS = 1.0  # launchers such as torchrun pass on the Ctrl-C that 
 
 
 class RunStopped(Exception):
-    """A signal stopped the run. ``status`` is the program's exit status: 130 after SIGINT, 143 after SIGTERM."""
+    """A signal stopped the run. ``status`` is the program's exit status: 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -71,8 +71,9 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> Iterator[None]:
-    """Let SIGINT and SIGTERM request the stop. A second SIGINT ends the process, unless it comes within a second: launchers pass the
-    first one on. A second SIGTERM does not.
+    """Let SIGINT, SIGTERM and SIGHUP, the end of the terminal, request the stop. SIGHUP stays ignored under `nohup`.
+
+    A second SIGINT ends the process, unless it comes within a second: launchers pass the first one on. A second SIGTERM does not.
 
     ``grace_seconds`` after SIGTERM the process ends, whatever it does: a scheduler would kill it, and servers that it started with it.
     Only the main thread can set handlers: in another one this does nothing.
@@ -102,7 +103,8 @@ def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> It
         elif number == signal.SIGINT and now - first >= SAME_SIGNAL_SECONDS:
             _end_process(number, "stopped at once: what was not saved yet is lost")
 
-    earlier = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+    earlier = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield
     finally:

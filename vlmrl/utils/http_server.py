@@ -167,10 +167,12 @@ def guarded(
 
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal held
-        if token is None and (not names_this_machine(request) or _is_of_another_page(request, public)):
+        if token is None and not names_this_machine(request):
             return _refused(
                 403, "this server answers to 127.0.0.1 and localhost only, as long as it requires no token."
             )
+        if token is None and _is_of_another_page(request, public):
+            return _refused(403, "this server answers to no page of another site, as long as it requires no token.")
         if token is not None and request.path not in public and not _has_token(request, token):
             return _refused(401, "the token is missing or wrong: send it as `Authorization: Bearer TOKEN`.")
         size = 0

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.segment import Segment
 
 # control characters, those that change the direction of text, and halves of surrogate pairs
+STDERR = 2  # its file descriptor
 _CONTROLS = re.compile(r"[^\t\n\x20-\x7e\xa0-\u2029\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
 
 
@@ -32,7 +33,7 @@ class Terminal(Console):
 
 
 class RunTerminal(Terminal):
-    """Of a program whose results are files: it goes on where nothing can be printed any more."""
+    """For a program that writes its results to files: it goes on when nothing can be printed any more."""
 
     def on_broken_pipe(self) -> None:
         drop_output(self.file)
@@ -45,8 +46,12 @@ class RunTerminal(Terminal):
 
 
 def drop_output(stream: IO[str]) -> None:
-    """Let all that is written to ``stream`` go nowhere, after it could not be written: also the interpreter's flush at the end."""
+    """Let all that is written to ``stream`` go nowhere, after it could not be written: also the interpreter's flush at the end.
+
+    So does standard error if it is the same file, as with ``2>&1 | tee log``.
+    """
     with suppress(OSError, ValueError):  # it has no file
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, stream.fileno())
+        lost, nothing = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+        for number in {lost, STDERR} if os.path.sameopenfile(lost, STDERR) else {lost}:
+            os.dup2(nothing, number)
         os.close(nothing)

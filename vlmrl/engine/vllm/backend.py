@@ -139,7 +139,7 @@ class VLLMBackend(ServerBackend):
 
     @classmethod
     def runtime_memory(cls, gpu_bytes: float) -> float:
-        """An assumption for all models: a 2B's server needed 2.9 GiB on an H100. vLLM measures it at its start."""
+        """An assumption for all models: a 2B's server needed 3 GiB on an H100. vLLM measures it at its start."""
         return (4.0 if gpu_bytes < 60 * GIB else 8.0) * GIB
 
     def parse_info(self, response: Any) -> ServerInfo:

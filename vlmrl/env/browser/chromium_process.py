@@ -84,7 +84,7 @@ class ChromiumProcess:
         playwright = await api.async_playwright().start()
         driver, mark = set(_drivers()) - before, uuid.uuid4().hex
         try:
-            found_first = os.pathsep.join([powerless_programs().name, os.environ.get("PATH", os.defpath)])
+            found_first = os.pathsep.join([programs_that_do_nothing().name, os.environ.get("PATH", os.defpath)])
             environment = os.environ | {
                 "PATH": found_first,
                 MARK: mark,
@@ -141,11 +141,13 @@ class ChromiumProcess:
 
 
 @cache
-def powerless_programs() -> tempfile.TemporaryDirectory[str]:
+def programs_that_do_nothing() -> tempfile.TemporaryDirectory[str]:
     """A folder for Chromium's PATH, in which the programs for links such as ``mailto:`` do nothing, in place of the machine's own."""
     folder = tempfile.TemporaryDirectory(prefix="vlmrl-programs-")
     for name in LINK_PROGRAMS:
-        (Path(folder.name) / name).symlink_to(str(shutil.which("true")))
+        program = Path(folder.name) / name
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
     return folder
 
 
