@@ -140,14 +140,15 @@ def test_a_run_empties_no_folder_of_collected_episodes_and_of_a_model(settings, 
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_run_does_not_begin_with_a_model_in_its_own_folder(resume, tmp_path):
+def test_a_run_does_not_begin_with_a_model_in_its_own_folder(resume, tmp_path, monkeypatch):
     """`vlmrl train --name x --model.path runs/x/model` with LoRA: the run wrote its own model there, to which a resume and an export
     added the adapters of its checkpoint again."""
     build(tmp_path / "real/model", "qwen3")
     (tmp_path / "real/metrics.jsonl").write_text(ROW)
     (tmp_path / "x").symlink_to("real")
     before = files(tmp_path)
-    model = Model(path=str(tmp_path / "real/model"), device="cpu", lora=Lora(rank=2))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = Model(path="~/real/model", device="cpu", lora=Lora(rank=2))
     made = Data(generator=lambda index, seed: {"prompt": "?"}, size=4)
     config = Config(
         name="x", output_dir=str(tmp_path), model=model, data=made, reward=lambda text, task: 1.0, train=Train(0)

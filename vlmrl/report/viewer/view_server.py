@@ -29,7 +29,6 @@ from vlmrl.utils.output_files import open_regular
 MAX_BODY = 4096  # bytes: no request has a body
 MAX_DIGITS = 16  # of an index
 MOST_AT_ONCE = 4000  # entries of each list in one response
-PAGE_HEADERS = {"Cache-Control": "no-store", "Content-Security-Policy": "frame-ancestors 'self'"}
 IMMUTABLE = "private, max-age=31536000, immutable"  # an image's id is its content hash
 
 Answer = Callable[[FollowedRun, web.Request], web.Response]
@@ -41,7 +40,7 @@ def create_view_app(runs: Sequence[FollowedRun], title: str, token: str | None =
     app = web.Application()
 
     async def front(request: web.Request) -> web.Response:
-        return web.Response(text=page, content_type="text/html", headers=PAGE_HEADERS)
+        return web.Response(text=page, content_type="text/html", headers={"Cache-Control": "no-store"})
 
     def of_run(answer: Answer) -> Handler:
         async def endpoint(request: web.Request) -> web.Response:
