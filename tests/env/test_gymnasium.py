@@ -150,6 +150,21 @@ def test_a_simulation_that_breaks_fails_its_trajectory_and_not_the_run():
     assert "the reward of Broken must be a number from -1e+15 to 1e+15, but it is nan" in trajectory.error
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_a_frame_is_gray_or_rgb_and_stacked_frames_are_rendered(channels: int):
+    """Four gray frames in one array, as for Atari, were an image with transparency; one gray frame failed."""
+
+    class Channels(RampEnv):
+        def make(self):
+            gym = super().make()
+            gym.reset = lambda seed: (np.full((32, 64, channels), 200, np.uint8), {})
+            gym.level, gym.canvas = 90, np.zeros((32, 64, 3), np.uint8)
+            return gym
+
+    shown = play(Channels, ["30"]).turns[0].media[0].image
+    assert shown.getpixel((5, 5)) == ((90,) * 3 if channels == 4 else (200,) * 3)
+
+
 def test_an_environment_without_frames_is_named():
     class Blind(RampEnv):
         as_observation = False

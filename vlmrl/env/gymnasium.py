@@ -36,7 +36,8 @@ class GymnasiumEnv(Env):
     last frame.
 
     The first frame comes before the text of the prompt's last message. A frame is the observation itself if that is an image (uint8,
-    ``[height, width, channels]``), and otherwise the result of ``render()``, so make the environment with ``render_mode="rgb_array"``.
+    ``[height, width, channels]``, 1 or 3 channels), and otherwise, also for stacked frames, the result of ``render()``, so make the
+    environment with ``render_mode="rgb_array"``.
     The reward is the sum of the environment's rewards, also if the episode is cut off.
     """
 
@@ -105,13 +106,13 @@ class GymnasiumEnv(Env):
 
     def _frame(self, observation: Any) -> Image.Image:
         is_image = isinstance(observation, np.ndarray) and observation.dtype == np.uint8 and observation.ndim == 3
-        frame = observation if is_image else self.gym.render()
+        frame = observation if is_image and observation.shape[2] in (1, 3) else self.gym.render()
         if not isinstance(frame, np.ndarray):
             raise ValueError(
                 f"{type(self).__name__}: render() must return an array, but it returned {frame!r:.80}; "
                 "make the environment with render_mode='rgb_array'."
             )
-        return Image.fromarray(frame)
+        return Image.fromarray(frame[:, :, 0] if frame.ndim == 3 and frame.shape[2] == 1 else frame)
 
 
 def _draw_in_turn() -> None:
