@@ -320,6 +320,17 @@ def test_episodes_of_another_program_are_not_replaced(collect, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
+def test_logs_of_another_program_are_not_replaced(name, collect, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text('{"step": 1}\n')
+    with fake_api(Player()) as (_, url), pytest.raises(SystemExit, match="1"):
+        collect(url, "--tasks", "1")
+    assert f"has {name}, and trajectories.jsonl has no record of" in capsys.readouterr().err
+    assert (tmp_path / "out" / name).read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.slow
 def test_our_policy_has_its_tokens_and_logprobs(collect):
     folder = collect(None, "--episodes", "2", "--tasks", "2", "--model.path", "tiny:qwen3_vl")
     rows = rows_of(folder)

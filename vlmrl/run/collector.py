@@ -100,11 +100,14 @@ def _collect(run: Playing, folder: Path, collection: Collection, model: str, pro
 
 
 def _check_episodes(folder: Path, recorded: Recorded) -> None:
-    """Raises ValueError if the folder has episodes without records, of which its ``episodes.jsonl`` would be made again."""
-    file = folder / EPISODES
+    """Raises ValueError if the folder has episodes without records, or another program's files: they would be replaced."""
+    ours = (folder / "config.json").exists()
+    replaced = [folder / name for name in (EPISODES, *([] if ours else ["metrics.jsonl", "summary.json"]))]
+    found = [path.name for path in replaced if path.exists() and path.stat().st_size > 0]
     refuse_if(
-        not recorded.size and file.exists() and file.stat().st_size > 0,
-        f"{file} has episodes, and trajectories.jsonl has no record of them: they would be replaced. Name another folder with --out.",
+        bool(found) and not recorded.size,
+        f"{folder} has {', '.join(found)}, and trajectories.jsonl has no record of their episodes: they would be replaced. Name another "
+        "folder with --out.",
     )
 
 
