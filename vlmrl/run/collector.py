@@ -106,8 +106,8 @@ def _check_episodes(folder: Path, recorded: Recorded) -> None:
     found = [path.name for path in replaced if path.exists() and path.stat().st_size > 0]
     refuse_if(
         bool(found) and not recorded.size,
-        f"{folder} has {', '.join(found)}, and trajectories.jsonl has no record of their episodes: they would be replaced. Name another "
-        "folder with --out.",
+        f"{folder} has {', '.join(found)}, and trajectories.jsonl has no record of their episodes: they would be replaced. "
+        "Name another folder with --out.",
     )
 
 
