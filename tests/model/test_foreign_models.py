@@ -116,7 +116,10 @@ def test_the_settings_of_a_tokenizer_name_no_file_elsewhere(setting, qwen3_vl, t
     private.write_text("a line of a key\n[UNK]\n")
     change(folder / "tokenizer_config.json", tokenizer_file=str(private))  # left by an older transformers, and not read
     load_reader(Model(path=str(folder)), tmp_path)
-    change(folder / "tokenizer_config.json", tokenizer_file=None)
+    change(folder / "tokenizer_config.json", tokenizer_file=None, gguf_file=str(private))  # read first
+    with pytest.raises(ValueError, match="gguf_file in its"):
+        load_reader(Model(path=str(folder)), tmp_path)
+    change(folder / "tokenizer_config.json", gguf_file=None)
     (folder / "tokenizer.json").rename(folder / "vocab.json")
     settings = {"tokenizer_class": "BertTokenizer", "special_tokens_map_file": str(private)}
     change(folder / "tokenizer_config.json", **settings, vocab={"[UNK]": 0})
