@@ -156,13 +156,20 @@ def test_a_response_from_weights_that_were_never_sent_is_rejected(fakes, engine_
         generate(engine_of(fakes[0], retries=1), plain())
 
 
-def test_a_response_from_weights_older_than_those_that_were_sent_is_rejected(fakes, engine_of):
+def test_a_response_from_weights_older_than_those_that_were_sent_is_rejected(fakes, engine_of, monkeypatch):
     """A sender of one's own, or a server, that lets an update be lost: a synchronous run trained on the samples of old weights."""
     engine = engine_of(fakes[0], retries=1)
+    drained, drain = [], engine.servers.drain
+
+    async def noted(server):
+        drained.append(server)
+        await drain(server)
+
+    monkeypatch.setattr(engine.servers, "drain", noted)
     engine.weights_changed(4)
     with pytest.raises(EngineError, match="sampled from weights of version 3, not of 4"):
         generate(engine, plain())
-    assert not engine.servers.ready  # it is sent the weights again before it serves
+    assert set(drained) == set(engine.servers.all)  # it is sent the weights again before it serves
 
 
 def test_a_response_with_wrong_or_missing_logprobs_is_rejected(fakes, engine_of):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed import distributed_c10d
 from torch.multiprocessing import reductions
+from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -28,10 +29,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-from vlmrl_vllm.random_weights import RandomWeights
 
 
 @dataclass
@@ -183,6 +183,20 @@ class WorkerExtension:
     def loaded_weights(self) -> dict[str, str | None]:
         """The folder that this worker loaded its weights from. None: an update has replaced them."""
         return {"folder": None if self.weight_transfer_engine.updated else self.model_config.model}
+
+
+class RandomWeights(DummyModelLoader):
+    """Draws the parameters of a `random:` model, and nothing else, until the trainer sends its own.
+
+    vLLM's own loader also overwrites the buffers that a layer computes at its start, such as the mean and the deviation of images. No
+    weight update brings them back.
+    """
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        computed = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        super().load_weights(model, model_config)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(computed[name])
 
 
 WeightTransferEngineFactory.register_engine("vlmrl", VlmrlWeightTransferEngine)
