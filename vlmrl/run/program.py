@@ -94,9 +94,9 @@ def run_training(
         if dry_run:
             _without_weights(config, progress)
         else:
-            check_is_no_other(config.folder)
             check_models_elsewhere(config)
             with run_lock(config.folder):
+                check_is_no_other(config.folder)
                 run = build_run(config, ranks, commands)
                 _train(run, progress, stop, resume, command, on_row)
     elif not dry_run:
