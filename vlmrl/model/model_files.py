@@ -56,12 +56,11 @@ def check_tokenizer_files(path: str, config: Any) -> None:
         _check_own(
             path, f"fast_tokenizer_files in its {TOKENIZER_CONFIG_NAME}", named if isinstance(named, list) else [named]
         )
-    is_own = (
-        _found(path, "tokenizer.json") is not None
-    )  # transformers then reads no other file, whatever older settings name
+    # With a tokenizer.json transformers reads no other file, whatever older settings name.
+    is_complete = _found(path, "tokenizer.json") is not None
     for name, value in settings.items():
         is_file = name.endswith("_file") and name != "special_tokens_map_file"
-        if name in ("vocab", "merges", "gguf_file") or (is_file and not is_own):
+        if name in ("vocab", "merges", "gguf_file") or (is_file and not is_complete):
             _check_no_file_elsewhere(path, folder, name, value)
         elif name == "init_inputs" or name.endswith("_kwargs"):
             for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:

@@ -85,10 +85,8 @@ class ChromiumProcess:
         driver, mark = set(_drivers()) - before, uuid.uuid4().hex
         try:
             found_first = os.pathsep.join([programs_that_do_nothing().name, os.environ.get("PATH", os.defpath)])
-            environment = os.environ | {
-                "PATH": found_first,
-                MARK: mark,
-            }  # the mark finds those that outlive the main one
+            # The mark finds the processes that outlive the main one.
+            environment = os.environ | {"PATH": found_first, MARK: mark}
             handle = await playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS), env=environment)
             control = await handle.new_browser_cdp_session()
             infos = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
