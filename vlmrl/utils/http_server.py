@@ -14,10 +14,12 @@ import asyncio
 import contextlib
 import errno
 import logging
+import random
 import secrets
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,6 +41,10 @@ SEND_SECONDS = 120.0  # in which a client must read its response, but for an end
 KEEP_ALIVE_SECONDS = 75.0
 GRACE_SECONDS = 5.0  # at the end, for responses that are being made
 LINGER_SECONDS = 2.0  # for a body that is refused: a client that still sends it would not read why
+
+FIRST_PORT = 10_000  # of those that free_ports tries: many services have fixed ports below
+PORT_TRIES = 1000
+_KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 log = logging.getLogger(__name__)
 _HTTP_ERRORS = logging.getLogger(f"{__name__}.protocol")  # of aiohttp: requests that are no HTTP, with tracebacks
@@ -275,12 +281,33 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports of this machine that are free right now."""
+    """Ports of this machine that are free right now, for programs that open them later.
+
+    The kernel gives none of them to another program in the meantime: they are outside of the range from which it takes the ports of
+    connections, unless that leaves too few.
+    """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        ports = _ports_to_try()
         for each in sockets:
-            each.bind((host, 0))
+            for port in ports:
+                with contextlib.suppress(OSError):
+                    each.bind((host, port))
+                    break
+            else:
+                each.bind((host, 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def _ports_to_try() -> Iterator[int]:
+    """Random ports that the kernel gives to nobody by itself. Empty if it has no such range, as on other systems than Linux."""
+    try:
+        first, last = map(int, _KERNELS_PORTS.read_text().split())
+    except (OSError, ValueError):
+        return iter(())
+    others = [port for port in range(FIRST_PORT, 2**16) if not first <= port <= last]
+    tries = min(PORT_TRIES, len(others))
+    return iter(random.SystemRandom().sample(others, tries))  # not those of another run with the same seed
 
 
 def url_of(host: str, port: int) -> str:
