@@ -11,6 +11,9 @@ from vlmrl.utils import http_server
 from vlmrl.utils.http_server import FIRST_PORT, free_ports
 
 
+pytestmark = pytest.mark.slow  # they open sockets
+
+
 def kernels_range() -> range:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     return range(first, last + 1)
