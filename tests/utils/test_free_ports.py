@@ -10,23 +10,17 @@ import pytest
 from vlmrl.utils import http_server
 from vlmrl.utils.http_server import FIRST_PORT, free_ports
 
-
 pytestmark = pytest.mark.slow  # they open sockets
 
 
-def kernels_range() -> range:
-    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    return range(first, last + 1)
-
-
 def test_ports_are_none_that_the_kernel_gives_to_connections():
-    """An SGLang server ended at its start, since a connection of another program had got its port."""
-    taken = kernels_range()
-    if FIRST_PORT in taken and 2**16 - 1 in taken:
+    """An SGLang server ended at its start, since another program had got its port."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first < FIRST_PORT + 1000:
         pytest.skip("this kernel keeps no ports apart")
     ports = free_ports(50)
     assert len(set(ports)) == 50
-    assert not [port for port in ports if port in taken or port < FIRST_PORT]
+    assert not [port for port in ports if not FIRST_PORT <= port < first]
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch):

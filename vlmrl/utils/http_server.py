@@ -283,8 +283,8 @@ def open_port(host: str, port: int) -> socket.socket:
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports of this machine that are free right now, for programs that open them later.
 
-    The kernel gives none of them to another program in the meantime: they are outside of the range from which it takes the ports of
-    connections, unless that leaves too few.
+    The kernel gives none of them to another program in the meantime: they are below the range from which it takes the ports of
+    connections, unless that begins too low.
     """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -300,14 +300,13 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def _ports_to_try() -> Iterator[int]:
-    """Random ports that the kernel gives to nobody by itself. Empty if it has no such range, as on other systems than Linux."""
+    """Random ports that the kernel gives to nobody by itself. Empty if there is no such range, as on other systems than Linux."""
     try:
-        first, last = map(int, _KERNELS_PORTS.read_text().split())
+        below = range(FIRST_PORT, int(_KERNELS_PORTS.read_text().split()[0]))
     except (OSError, ValueError):
-        return iter(())
-    others = [port for port in range(FIRST_PORT, 2**16) if not first <= port <= last]
-    tries = min(PORT_TRIES, len(others))
-    return iter(random.SystemRandom().sample(others, tries))  # not those of another run with the same seed
+        below = range(0)
+    own = random.SystemRandom()  # not the ports of another run with the same seed
+    return iter(own.sample(below, min(PORT_TRIES, len(below))))
 
 
 def url_of(host: str, port: int) -> str:
