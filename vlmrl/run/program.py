@@ -337,7 +337,11 @@ def report(run: Run, summary: dict[str, float], seconds: float) -> str:
     for key, title in titles.items():
         if key in summary:
             left_out = summary.get(f"{key}_tasks_left_out", 0)
-            note = f" ({left_out:.0f} tasks left out)" if left_out else ""
+            parts = [
+                f"{part} {summary[f'{key}/{part}']:.3f}" for part in run.config.mixture if f"{key}/{part}" in summary
+            ]
+            notes = [f"{left_out:.0f} tasks left out"] * bool(left_out) + parts
+            note = f" ({', '.join(notes)})" if notes else ""
             lines.append(f"held-out reward {title}: {summary[key]:.3f} ± {summary[f'{key}_standard_error']:.3f}{note}")
     chance, error = run.config.eval.chance, summary.get("reward_blanked_standard_error", 0.0)
     if chance is not None and error > 0:
