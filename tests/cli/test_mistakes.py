@@ -72,6 +72,7 @@ def test_a_mistake_in_the_recipe_names_its_line(monkeypatch, capsys, tmp_path, c
         (["--model.path", "./nowhere"], "model.path './nowhere' does not exist. Looked at: "),
         (["--model.path", "nope/"], "model.path 'nope/' does not exist. Looked at: "),
         (["--model.path", "runs/x/model"], "model.path 'runs/x/model' does not exist. Looked at: "),
+        (["--model.path", "run/config.json"], "must be the folder of a model in Hugging Face form, but "),
         (["--model.path", "step000005"], "a checkpoint of a run. Make a model of it first: vlmrl export "),
         (["--model.path", "run"], "is the folder of a run. Its model is "),
     ],

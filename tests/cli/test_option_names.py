@@ -11,7 +11,7 @@ import pytest
 from vlmrl.cli import main as cli
 from vlmrl.cli.recipe import Recipe
 from vlmrl.cli.train import TrainOptions
-from vlmrl.config import Config, Data, Eval, EvalData, Model, Optim, Rollout
+from vlmrl.config import SFT, Config, Conversations, Data, Eval, EvalData, Model, Optim, Rollout
 from vlmrl.config.option_names import ELSEWHERE, describe_unknown, option_names
 from vlmrl.run.build import check_names
 
@@ -27,11 +27,21 @@ NAMES = list(option_names(TrainOptions()))
         ("--optim.lrr", "close: --optim.lr, "),
         ("--group-size", "close: --rollout.group-size"),
         ("--dryrun", "close: --dry-run"),
+        (
+            "--sft.data.mine.path",
+            "no option --sft.data.mine.path: the recipe must set sft.data to a dict, whose entries then are",
+        ),
+        ("--mixture", "no option --mixture: the recipe must set mixture to a dict"),
         ("--qqqqqqq", "there is no option --qqqqqqq"),
     ],
 )
 def test_an_unknown_option_names_ours(word, said):
     assert said in describe_unknown(word, NAMES)
+
+
+def test_the_options_of_a_recipes_datasets_are_known():
+    names = list(option_names(TrainOptions(Config(sft=SFT(data={"mine": Conversations("x")})))))
+    assert describe_unknown("--sft.data.min.path", names).partition("close: ")[2].startswith("--sft.data.mine.path")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,15 @@ def test_a_mixture_of_experts_on_sixteen_gpus(monkeypatch, capsys):
     assert "verdict   fits h100-80gb" in printed
 
 
+def test_a_run_that_nothing_makes_fit(monkeypatch, capsys):
+    options = ["--gpus", "8", "--model.path", "Qwen/Qwen2.5-VL-7B-Instruct"]
+    printed = planned(monkeypatch, capsys, "geo3k", "--gpu", "4090-24gb", *options)
+    assert printed.endswith(
+        "verdict   does not fit 4090-24gb. No setting that was tried makes it fit: use a smaller model, shorter trajectories, or more "
+        "or larger GPUs\n"
+    )
+
+
 def test_options_of_the_recipe_are_planned(monkeypatch, capsys):
     usual = planned(monkeypatch, capsys, "geo3k", "--gpu", "4090-24gb")
     assert "does not fit" in usual

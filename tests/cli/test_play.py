@@ -124,7 +124,11 @@ def test_by_hand_says_what_is_cut_shows_metrics_and_keeps_images_and_page(qwen3_
         PlayCommand("look.py:Look").run([*words, "--rollout.max-response-tokens", "12", "--model.path", str(qwen3_vl)])
     output = capsys.readouterr().out
     assert re.search(r"your response has \d\d tokens and is cut to 12: rollout.max_response_tokens is 12", output)
-    assert "length, reward 0" in output and "images: 32x32 px, 1 token\n" in output
+    assert (
+        "length (a response was cut at rollout.max_response_tokens, and step() was not called with it), reward 0"
+        in output
+    )
+    assert "images: 32x32 px, 1 token\n" in output
     assert "error, reward none: env Look" in output and "KeyError: 'crop' (look.py, line 13, in step)" in output
     assert "turn 0> look here  reward 1  words 2" in output and "env_done, reward 2" in output
     assert "\n3 episodes, of which 1 failed, mean reward 1.000\n" in output

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from testing.episodes import play
 
@@ -104,6 +105,15 @@ WRONG = f" (tests/cli/test_users_line.py, line {Wrong.step.__code__.co_firstline
         ((obs("x"), 1.0, True, False, {}), "it returned 5 elements: ({'obs_str': 'x'}, 1.0, True, False, {})"),
         (("Which?", False, {}), "its first element is a str; wrap it: obs('Which?')"),
         ((None, True, {}), "its first element is None; make it with obs(...)"),
+        (
+            ({"text": "x"}, False, {}),
+            "its first element, {'text': 'x'}, has no text and no image; make it with obs(...)",
+        ),
+        ((obs(), 1.0, {}), "its second element, done, must be True or False, and is 1.0; the reward is info['reward']"),
+        (
+            (obs(), "no", {}),
+            "its second element, done, must be True or False, and is 'no'; the reward is info['reward']",
+        ),
         ((obs(), True, 1.0), "its third element, info, must be a dict, and is 1.0"),
     ],
 )
@@ -121,6 +131,12 @@ def test_a_reward_of_a_wrong_type_and_no_image_source_name_the_line_of_step(monk
     assert str(error.value).endswith(f": info['reward'] must be a finite number, but it is 'right'{WRONG}")
     trajectory = play(lambda task: Wrong(task, (obs(images=[3]), False, {})), ["a"], max_env_retries_per_turn=0)
     assert trajectory.error and trajectory.error.endswith(f"not a int{WRONG}")
+    frame = np.zeros((32, 32, 3), np.uint8)
+    trajectory = play(lambda task: Wrong(task, (obs(images=[frame]), False, {})), ["a"], max_env_retries_per_turn=0)
+    assert trajectory.error and trajectory.error.endswith(
+        "an image does not load: array [32, 32, 3]: an image is a PIL image, bytes, a path, a URL or a data URI, not a ndarray: pass "
+        f"PIL.Image.fromarray(array){WRONG}"
+    )
 
 
 def test_a_function_of_vlmrl_or_of_a_package_is_no_line_of_the_user():

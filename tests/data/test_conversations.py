@@ -20,6 +20,12 @@ def load(path, **settings):
     return load_conversations(Config(sft=SFT(data={"main": Conversations(path=str(path), **settings)})))
 
 
+def test_an_unreadable_dataset_is_named_by_its_own_setting(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("[1")
+    with pytest.raises(ValueError, match=r"^sft\.data\.main\.path cannot be read: .*rows\.jsonl"):
+        load(tmp_path / "rows.jsonl")
+
+
 def written(folder, rows):
     path = folder / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))

@@ -267,8 +267,7 @@ def test_suggestions_are_joined_where_none_is_enough_alone_and_each_is_needed(mo
         patched.setattr(advice, "changes_of", lambda config, experts: iter(changes))
         (line,) = suggestions(replace(GEO3K, engine="sglang"), Gpu("27.2 GiB", 27.2 * GIB), sizes_of)
     assert line.startswith("--train.tokens-per-micro-batch 8192 --optim.offload, together: 26.9 GiB")
-    (none,) = suggestions(GEO3K, Gpu("6 GiB", 6 * GIB), sizes_of)
-    assert none.startswith("no setting that was tried makes it fit")
+    assert suggestions(GEO3K, Gpu("6 GiB", 6 * GIB), sizes_of) == []
 
 
 def test_what_releasing_weights_and_the_optimizers_parts_make_fit():

@@ -310,6 +310,10 @@ UNLEARNED = [CALLS | {"env/tool_errors": 0.27}, *[CALLS | ERRORS | {"reward/mean
             "to the text that ends a response.",
         ),
         (
+            Observed(replace(CONFIG, reward="mine.py:reward"), rows(NO_SIGNAL)[1:], [CUT] * 8),
+            "every response was cut at rollout.max_response_tokens (16): raise it, or",
+        ),
+        (
             Observed(CONFIG, rows(*UNLEARNED), [DONE] * 8),
             "100% of the tool calls of the last five steps failed, and 27% in the first step",
         ),

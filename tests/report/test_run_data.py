@@ -126,7 +126,11 @@ def test_new_trajectories_are_read_one_at_a_time(folder):
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no such folder"):
         vlmrl.load_run(tmp_path / "none")
-    with pytest.raises(ValueError, match="so it holds no run"):
+    with pytest.raises(ValueError, match=r"so it holds no run\.$"):
+        vlmrl.load_run(tmp_path)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first/config.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"so it holds no run\. Name runs in it, such as {tmp_path}/first\.$"):
         vlmrl.load_run(tmp_path)
 
 

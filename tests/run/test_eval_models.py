@@ -96,6 +96,8 @@ def test_a_misspelt_run_is_not_taken_for_a_hub_name(run, monkeypatch):
     (run.parent / "quickstart").mkdir()
     with pytest.raises(ValueError, match=r"^model 'runs/quickstrt' does not exist.*Close names there: quickstart"):
         resolve_eval_models(["runs/quickstrt"], GIVEN)
+    with pytest.raises(ValueError, match=r"^model 'runs/quickstart/checkpoints/step000020' does not exist"):
+        resolve_eval_models(["runs/quickstart", "runs/quickstart/checkpoints/step000020"], GIVEN)
 
 
 def test_a_name_without_a_folder_is_no_run(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
-from vlmrl.run.program import run_training
+from vlmrl.run.program import report, run_training
 from vlmrl.types import Task
 
 pytestmark = pytest.mark.slow
@@ -87,7 +88,9 @@ def test_a_mixture_plays_each_part_with_its_own_env_and_has_metrics_of_each(tmp_
         assert {"source/echo/reward/mean", "source/letters/reward/mean"} <= row.keys()
     assert steps[-1]["data/drawn"] == 6
     assert rows[0]["eval/source/echo/trajectories"] == 3 * config.eval.samples_per_task
-    assert "reward_after" in summary
+    echo = [row["eval/source/echo/reward/mean"] for row in rows if "eval/source/echo/reward/mean" in row][-1]
+    assert summary["reward_after/echo"] == echo
+    assert re.search(rf"held-out reward after: .* \(echo {echo:.3f}\)", report(run, summary, 1.0))
     assert run.spec is not None and run.spec.name.startswith("echo: Echo, letters: ")
 
 

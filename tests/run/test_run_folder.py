@@ -85,6 +85,9 @@ def test_a_run_without_a_checkpoint_says_that_it_cannot_go_on(tmp_path):
     (tmp_path / "x/metrics.jsonl").write_text(ROW)
     message = message_of(tmp_path / "x")
     assert message is not None and message.endswith("It has no checkpoint to continue from.")
+    (tmp_path / "x/model").mkdir(parents=True)
+    message = message_of(tmp_path / "x")
+    assert message is not None and message.endswith(f"--model.path {tmp_path / 'x.2/model'} begins with its weights.")
 
 
 def test_a_fine_tuning_that_was_killed_before_a_checkpoint_is_set_aside(tmp_path):

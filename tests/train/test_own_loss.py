@@ -37,7 +37,7 @@ def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(tmp_path):
     plan = summary_of(run)
     run.engine.close()
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-    assert "1 updates ahead at most; too old: wait; not known to be corrected" in plan
+    assert "1 update ahead at most; too old: wait; not known to be corrected" in plan
     assert "corrected by the loss's ratio" not in plan
     only_supervised = replace(run, config=replace(run.config, train=replace(run.config.train, steps=0)))
     assert plan.count("\ntraining ") == 1 and not {"training", "rollouts"} & set(summary_of(only_supervised).split())
@@ -64,6 +64,21 @@ def test_a_loss_that_is_not_of_each_token_is_refused(tmp_path, function):
     spec = TrainerSpec(Algo(loss=function), Optim(), total_steps=1, tokens_per_micro_batch=60)
     rule = rf"algo\.loss {function.__name__}: per_token must have the shape of logprobs, \[\d+, \d+\], but it is \["
     with pytest.raises(ValueError, match=rule):
+        Trainer(model.policy, spec).step(rows)
+
+
+def tensor(inputs):
+    return -inputs.advantages * inputs.logprobs
+
+
+def test_a_loss_that_returns_a_tensor_is_refused_by_name(tmp_path):
+    """It was an AttributeError of the trainer's."""
+    model = load_model(Model(path="tiny:qwen3_vl", device="cpu", dtype="float32"), tmp_path, seed=0)
+    rows = [replace(each, advantage=1.0) for each in random_rows(model, 0)]
+    spec = TrainerSpec(Algo(loss=tensor), Optim(), total_steps=1, tokens_per_micro_batch=60)
+    with pytest.raises(
+        ValueError, match=r"algo\.loss tensor must return LossOutputs\(per_token, metrics\), but .* a Tensor"
+    ):
         Trainer(model.policy, spec).step(rows)
 
 

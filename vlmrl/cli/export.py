@@ -16,7 +16,7 @@ class ExportCommand:
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN|CHECKPOINT")]
     """A run's folder (the weights that it wrote last, in a checkpoint or as a model), a checkpoint, or the folder `best`."""
-    to: str
+    to: Annotated[str, tyro.conf.arg(metavar="FOLDER|hub:OWNER/NAME")]
     """A new folder, or `hub:OWNER/NAME`: uploaded to the Hugging Face Hub, into a private repository if it is new."""
     adapters: bool = False
     """Write the LoRA adapters alone, as peft reads them. By default they are merged into the weights."""

@@ -68,8 +68,12 @@ def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[s
     elif plan.fits:
         lines.append(f"verdict   fits {gpu.name}. Computed, not measured")
     else:
-        lines.append(f"verdict   does not fit {gpu.name}. It would with")
-        lines += [f"          {line}" for line in suggestions(config, gpu, sizes_of)]
+        fitting = suggestions(config, gpu, sizes_of)
+        none = (
+            "No setting that was tried makes it fit: use a smaller model, shorter trajectories, or more or larger GPUs"
+        )
+        lines.append(f"verdict   does not fit {gpu.name}. {'It would with' if fitting else none}")
+        lines += [f"          {line}" for line in fitting]
     return lines
 
 

@@ -91,7 +91,7 @@ async def play(config: Config, shown: PlayOptions) -> None:
         try:
             for index in range(min(shown.n, len(run.tasks))):
                 trajectory = await loop.play(run.tasks.draw(index), f"play/{index:05d}", f"play/{index:05d}/00")
-                _print(console, trajectory, run.model.renderer)
+                _print(console, trajectory, run.model.renderer, has_step=config.env is not None)
                 played.append(trajectory)
         except EOFError as error:  # end of the keyboard's input: still print the summary of the finished episodes
             ended = error
@@ -172,7 +172,7 @@ class KeyboardResponses:
         return "\n".join(lines)
 
 
-def _print(console: Terminal, trajectory: Trajectory, renderer: Renderer) -> None:
+def _print(console: Terminal, trajectory: Trajectory, renderer: Renderer, has_step: bool) -> None:
     """Print one episode. Prompts of `rollout.generate` exist only as tokens and are decoded."""
     from vlmrl.multimodal.placeholders import collapse
     from vlmrl.report.records import messages_text
@@ -188,4 +188,6 @@ def _print(console: Terminal, trajectory: Trajectory, renderer: Renderer) -> Non
         console.print(f"[green]turn {number}>[/green] {escape(turn.text)}[yellow]{escape(shown)}[/yellow]")
     total = "none" if trajectory.reward is None or trajectory.failed else f"{trajectory.reward:g}"
     error = f": {escape(trajectory.error)}" if trajectory.error else ""
-    console.print(f"[bold]{trajectory.ending}[/bold], reward {total}{error}")
+    without = ", and step() was not called with it" if has_step else ""
+    cut = f" (a response was cut at rollout.max_response_tokens{without})" if trajectory.ending == "length" else ""
+    console.print(f"[bold]{trajectory.ending}[/bold]{cut}, reward {total}{error}")

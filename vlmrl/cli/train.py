@@ -65,7 +65,8 @@ def train_recipe(recipe: Recipe, options: Sequence[str], program: Sequence[str],
     chosen = recipe.options(TrainOptions(recipe.config()), options, shlex.join(program), what)
     config = resolve_config(chosen.config, recipe.folder)
     if only_sft:
-        require(bool(config.sft.data), "sft.data", "set for vlmrl sft, in the recipe", config.sft.data)
+        rule = "set in the recipe, such as SFT(data={'mine': Conversations('runs/x-episodes')}), for vlmrl sft"
+        require(bool(config.sft.data), "sft.data", rule, config.sft.data)
         config = replace(config, train=replace(config.train, steps=0))
 
     from vlmrl.run.program import run_training

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "train.tokens_per_micro_batch": "gradient_accumulation_steps ppo_max_token_len_per_gpu",
 }
 """By our setting: the last parts of its names in TRL and verl. docs/porting.md says where the meaning differs."""
+OF_RECIPES = ("mixture", "sft.data")
 
 
 def option_names(options: object, prefix: str = "") -> Iterator[str]:
@@ -47,6 +48,9 @@ def option_names(options: object, prefix: str = "") -> Iterator[str]:
         value, name = getattr(options, each.name), f"{prefix}.{each.name}".lstrip(".")
         if dataclasses.is_dataclass(value):
             yield from option_names(value, "" if name == "config" else name)
+        elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
+            for key, entry in value.items():
+                yield from option_names(entry, f"{name}.{key}")
         else:
             yield name
 
@@ -63,7 +67,11 @@ def describe_unknown(word: str, names: Iterable[str]) -> str:
     last, known = given.rpartition(".")[2], list(names)
     if ours := named_elsewhere(last, _option):
         return f"there is no option {word}; {ours}"
+    for setting in OF_RECIPES:
+        if f"{given}.".startswith(f"{setting}.") and not any(name.startswith(f"{setting}.") for name in known):
+            return f"there is no option {word}: the recipe must set {setting} to a dict, whose entries then are options"
     close = [name for name in known if name.rpartition(".")[2] == last]
+    close.sort(key=lambda name: -difflib.SequenceMatcher(None, name, given).ratio())
     close += [name for name in difflib.get_close_matches(given, known, n=3) if name not in close]
     lasts = {name.rpartition(".")[2]: name for name in known}
     close += [lasts[name] for name in difflib.get_close_matches(last, lasts, n=2) if lasts[name] not in close]

@@ -306,7 +306,8 @@ class Eval(Settings):
     data: EvalData = field(default_factory=EvalData)
     """Held-out tasks. Unset: the rows that `data.held_out` selects. Without any, there is no evaluation."""
     every: int = 0
-    """Steps between evaluations during training. 0: evaluate only before and after training."""
+    """Steps between evaluations during training. 0: evaluate only before and after training.
+    Without held-out tasks (`data.held_out 0` and no `eval.data`) nothing is evaluated."""
     temperature: float = 1.0
     """Sampling temperature in evaluations. 0 is greedy decoding."""
     samples_per_task: int = 1

@@ -66,7 +66,10 @@ def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSo
         local = local / EPISODES
     from vlmrl.data.files import load_rows  # here: it imports datasets, which a generator does not need
 
-    rows = load_rows(str(local or data.path), data.split)
+    try:
+        rows = load_rows(str(local or data.path), data.split)
+    except ValueError as error:
+        raise ValueError(str(error).replace("data.path", f"sft.data.{name}.path", 1)) from error
     columns = _found_columns(name, data, rows.columns)
     roots = [Path.cwd()] if local is None else [local if local.is_dir() else local.parent, Path.cwd()]
     kept_back = held_out(range(len(rows)), data.held_out)

@@ -35,16 +35,23 @@ Answer = list[Message] | StepResult | None
 """What ``reset`` returned, or ``step``."""
 
 
-def step_mistake(returned: Any) -> str | None:
-    """What ``step`` returned in place of ``(obs(...), done, info)``, and the remedy; ``None`` if it returned that."""
+def step_mistake(returned: Any, own_format: bool = False) -> str | None:
+    """What ``step`` returned in place of ``(obs(...), done, info)``, and the remedy; ``None`` if it returned that.
+
+    ``own_format``: the env has a ``format_observation`` of its own, which may read any dict.
+    """
     if not isinstance(returned, tuple) or len(returned) != 3:
         elements = f"{len(returned)} elements: " if isinstance(returned, tuple) else ""
         return f"it returned {elements}{returned!r:.200}"
-    observation, _, info = returned
+    observation, done, info = returned
     if isinstance(observation, str):
         return f"its first element is a str; wrap it: obs({observation!r:.80})"
     if not isinstance(observation, dict):
         return f"its first element is {observation!r:.200}; make it with obs(...)"
+    if observation and not own_format and not observation.keys() & {"obs_str", "multi_modal_data"}:
+        return f"its first element, {observation!r:.200}, has no text and no image; make it with obs(...)"
+    if isinstance(done, float | str | dict):
+        return f"its second element, done, must be True or False, and is {done!r:.200}; the reward is info['reward']"
     return None if isinstance(info, dict) else f"its third element, info, must be a dict, and is {info!r:.200}"
 
 

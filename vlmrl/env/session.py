@@ -229,7 +229,7 @@ class EnvSession:
         env.turn, env.last_response = self._turn if turn is None else turn, response
 
         def read(returned: Any) -> Any:
-            if mistake := step_mistake(returned):
+            if mistake := step_mistake(returned, type(env).format_observation is not Env.format_observation):
                 raise EnvContractError(
                     f"env {self._spec.name}: step must return (obs(...), done, info), but {mistake}."
                 )
@@ -355,7 +355,7 @@ class EnvSession:
             self.seconds += time.perf_counter() - began
 
     def _late(self) -> _DeadlineError:
-        return _DeadlineError(f"timed out after {self._timeout:g} s")
+        return _DeadlineError(f"timed out after {self._timeout:g} s (rollout.env_timeout; of a served env, --timeout)")
 
     async def abandon(self, wait: bool = False) -> None:
         """Discard an env that is broken, or whose run is being stopped.

@@ -285,7 +285,7 @@ def _found(path: str, cache_dir: Path) -> str:
     """The absolute path of a local model folder, or a hub name as it is. A tiny model is built at its first use.
 
     Raises:
-        ValueError: ``path`` is a local path that does not exist, or a folder without a model, such as a checkpoint.
+        ValueError: ``path`` is a local path that does not exist, a file, or a folder without a model, such as a checkpoint.
         OSError: the hub has no such model, or cannot be reached.
     """
     path = tiny.resolve(path, cache_dir)
@@ -293,6 +293,8 @@ def _found(path: str, cache_dir: Path) -> str:
     if folder.is_dir():
         _check_model_folder(folder)
         return str(folder)
+    if folder.is_file():
+        raise ValueError(f"model.path must be the folder of a model in Hugging Face form, but {folder} is a file.")
     if is_local_path(path):
         raise ValueError(f"model.path {path!r} does not exist. Looked at: {folder}")
     _ask_hub_once(path)

@@ -57,7 +57,13 @@ class ImageUnavailableError(ImageError):
 
 
 class _SourceError(TypeError):
-    """No :data:`ImageSource`."""
+    """No :data:`ImageSource`, but ``value``."""
+
+    def __init__(self, value: object) -> None:
+        remedy = ": pass PIL.Image.fromarray(array)" if isinstance(value, np.ndarray) else ""
+        super().__init__(
+            f"an image is a PIL image, bytes, a path, a URL or a data URI, not a {type(value).__name__}{remedy}."
+        )
 
 
 class _UnfitError(ValueError):
@@ -198,6 +204,8 @@ def _key(source: ImageSource) -> str:
         return "pixels:" + content_hash(source)
     if isinstance(source, bytes):
         return "bytes:" + hashlib.blake2b(source, digest_size=16).hexdigest()
+    if not isinstance(source, str | Path):
+        raise _SourceError(source)
     text = str(source)
     if is_url(text) or text.startswith("data:"):
         return text if len(text) < 200 else "text:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -254,9 +262,7 @@ def _open(source: ImageSource) -> Image.Image:
     elif isinstance(source, str | Path):
         source = _identify(_regular_file(source))
     if not isinstance(source, Image.Image):
-        raise _SourceError(
-            f"an image is a PIL image, bytes, a path, a URL or a data URI, not a {type(source).__name__}."
-        )
+        raise _SourceError(source)
     return _allowed(source)
 
 
@@ -377,7 +383,7 @@ def describe(source: ImageSource) -> str:
         return f"{len(source)} bytes beginning with {source[:8]!r}"
     if isinstance(source, Image.Image):
         return f"<Image mode={source.mode} size={source.width}x{source.height}>"
-    text = repr(source)
+    text = f"array {list(source.shape)}" if isinstance(source, np.ndarray) else repr(source)
     return text if len(text) < 120 else text[:117] + "..."
 
 

@@ -28,7 +28,10 @@ class Change:
 
 
 def suggestions(config: Config, gpu: Gpu, sizes_of: SizesOf) -> list[str]:
-    """Lines for a run that does not fit: single changes after which it does; or else several together, all of them needed."""
+    """Lines for a run that does not fit: single changes after which it does; or else several together, all of them needed.
+
+    None if no setting that was tried makes it fit.
+    """
     sizes_of = _once(sizes_of)
     shape = sizes_of(config).shape
     changes = list(changes_of(config, experts=shape is not None and shape.experts_per_token > 0))
@@ -46,7 +49,7 @@ def suggestions(config: Config, gpu: Gpu, sizes_of: SizesOf) -> list[str]:
         if plan.fits:
             chosen, plan = _necessary(config, chosen, plan, gpu, sizes_of)
             return [f"{' '.join(each.option for each in chosen)}, together: {_peak(plan)}"]
-    return ["no setting that was tried makes it fit: use a smaller model, shorter trajectories, or larger GPUs"]
+    return []
 
 
 def _necessary(

@@ -57,7 +57,11 @@ class RunData:
                 f"run folder {folder}: there is no such folder; give the folder of a run, such as runs/NAME."
             )
         if not any((folder / name).exists() for name in ("config.json", *(f"{each}.jsonl" for each in FILES))):
-            raise ValueError(f"run folder {folder}: it has no config.json and no metrics.jsonl, so it holds no run.")
+            runs = sorted(path.parent.name for path in folder.glob("*/config.json"))
+            inside = f" Name runs in it, such as {folder / runs[0]}." if runs else ""
+            raise ValueError(
+                f"run folder {folder}: it has no config.json and no metrics.jsonl, so it holds no run.{inside}"
+            )
         self.folder = folder
         self.config: Record = {}
         """The resolved config: ``run.config["optim"]["lr"]``."""

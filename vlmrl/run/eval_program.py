@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from vlmrl.config import Cluster, Config, Lora, Model
-from vlmrl.config.code import resolve_path
+from vlmrl.config.code import is_local_path, resolve_path
 from vlmrl.config.saved import SavedRun, is_checkpoint
 from vlmrl.engine.chat_engine import ApiModel
 from vlmrl.report.advisories import Observed, truncated
@@ -176,8 +176,8 @@ def resolve_eval_models(paths: Sequence[str], config: Config) -> list[EvalModel]
     """The models that ``paths`` name; without any, the model of ``config``.
 
     Raises:
-        ValueError: a path is a run's folder that does not exist or holds no weights, a checkpoint whose run is not around it,
-            or given twice.
+        ValueError: a local path does not exist, is a run's folder without weights or a checkpoint whose run is not around it, or is
+            given twice.
     """
     if not paths:
         path = config.model.path
@@ -186,13 +186,14 @@ def resolve_eval_models(paths: Sequence[str], config: Config) -> list[EvalModel]
     if twice is not None:
         raise ValueError(f"--models must name each model once, but {twice!r} is given twice.")
     for path in paths:
-        if path.count("/") == 1 and Path(path).parent.resolve() == Path(config.output_dir).resolve():
-            _check_run(path)
+        in_runs = path.count("/") == 1 and Path(path).parent.resolve() == Path(config.output_dir).resolve()
+        if in_runs or is_local_path(path):
+            _check_exists(path)
     return [_eval_model(path, config.model) for path in paths]
 
 
-def _check_run(path: str) -> None:
-    """Raises ValueError if there is no such run, before ``runs/NAME`` is taken for a hub's OWNER/NAME."""
+def _check_exists(path: str) -> None:
+    """Raises ValueError if there is no such folder, before another is played or ``runs/NAME`` is taken for a hub's OWNER/NAME."""
     try:
         resolve_path(path)
     except ValueError as error:

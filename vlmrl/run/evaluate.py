@@ -144,6 +144,9 @@ class Evaluator:
             self._summary[name] = result.reward
             self._summary[f"{name}_standard_error"] = result.standard_error
             self._summary[f"{name}_tasks_left_out"] = float(result.left_out.total)
+            for part in self._run.config.mixture:
+                if (mean := metrics.get(f"{kind}/source/{part}/reward/mean")) is not None:
+                    self._summary[f"{name}/{part}"] = mean
         return result
 
     def is_due(self, step: int) -> bool:

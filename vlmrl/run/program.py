@@ -161,7 +161,8 @@ def _train(
         progress.say(summary_of(run))
         checkpoint = run.checkpoints.newest() if resume else None
         if resume and checkpoint is None:
-            progress.say(f"resume    there is no checkpoint in {run.folder}: the run starts at step 0")
+            none = "" if run.config.checkpoint.every else ", and none is written (checkpoint.every is 0)"
+            progress.say(f"resume    there is no checkpoint in {run.folder}{none}: the run starts at step 0")
         if checkpoint is not None and has_finished(run.config, checkpoint, run.held_out is not None):
             done = f"{trained_steps(run.folder)} of {run.config.train.steps} steps"
             progress.say(f"nothing is left to train: the run has {done}; raise train.steps")
@@ -323,7 +324,8 @@ def _training(config: Config) -> list[str]:
         sees = "what the policy saw" if teacher.sees is None else short_name(teacher.sees)
         lines.append(f"teacher   {teacher.model}, sees {sees}; {teacher.loss}, coefficient {teacher.coef:g}")
     if train.max_staleness:
-        ahead = f"asynchronous, {train.max_staleness} updates ahead at most; too old: {train.too_old}"
+        updates = f"{train.max_staleness} update{'s' * (train.max_staleness != 1)}"
+        ahead = f"asynchronous, {updates} ahead at most; too old: {train.too_old}"
         lines.append(f"rollouts  {ahead}; {describe_correction(config)}")
     return lines
 
@@ -335,7 +337,11 @@ def report(run: Run, summary: dict[str, float], seconds: float) -> str:
     for key, title in titles.items():
         if key in summary:
             left_out = summary.get(f"{key}_tasks_left_out", 0)
-            note = f" ({left_out:.0f} tasks left out)" if left_out else ""
+            parts = [
+                f"{part} {summary[f'{key}/{part}']:.3f}" for part in run.config.mixture if f"{key}/{part}" in summary
+            ]
+            notes = [f"{left_out:.0f} tasks left out"] * bool(left_out) + parts
+            note = f" ({', '.join(notes)})" if notes else ""
             lines.append(f"held-out reward {title}: {summary[key]:.3f} ± {summary[f'{key}_standard_error']:.3f}{note}")
     chance, error = run.config.eval.chance, summary.get("reward_blanked_standard_error", 0.0)
     if chance is not None and error > 0:

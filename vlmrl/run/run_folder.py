@@ -117,7 +117,9 @@ def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
     aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
     try:
         line = f"earlier   {folder} held a run of {steps} step{'s' * (steps != 1)}: it is now {aside}."
-        yield f"{line} {_how_to_continue_earlier(aside) if checkpoints else 'It has no checkpoint to continue from.'}"
+        weights = f" --model.path {aside / 'model'} begins with its weights." if (aside / "model").exists() else ""
+        none = f"It has no checkpoint to continue from.{weights}"
+        yield f"{line} {_how_to_continue_earlier(aside) if checkpoints else none}"
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)

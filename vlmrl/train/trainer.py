@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmrl.algos import KL, LossInputs, choose, choose_all
+from vlmrl.algos import KL, LossInputs, LossOutputs, choose, choose_all
 from vlmrl.algos.corrections import mismatch
 from vlmrl.config import Algo, Optim, Teacher
 from vlmrl.config.fields import short_name
@@ -265,6 +265,9 @@ class Trainer:
         """
         algo = self._algo
         outputs = self._loss(inputs)
+        if not isinstance(outputs, LossOutputs):
+            what = f"LossOutputs(per_token, metrics), but it returned a {type(outputs).__name__}"
+            raise ValueError(f"algo.loss {short_name(algo.loss)} must return {what}.")
         if outputs.per_token.shape != inputs.logprobs.shape:  # it would be broadcast to tokens that it is not of
             shapes = f"{list(inputs.logprobs.shape)}, but it is {list(outputs.per_token.shape)}"
             raise ValueError(f"algo.loss {short_name(algo.loss)}: per_token must have the shape of logprobs, {shapes}.")
@@ -361,7 +364,8 @@ class Trainer:
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)  # the next step would add to it
             raise FloatingPointError(
-                f"optimizer step {self.steps_done}: the gradient norm is {norm}, so the weights were not updated."
+                f"optimizer step {self.steps_done}: the gradient norm is {norm}, so the weights were not updated. The "
+                f"logprobs were finite: look at what algo.loss {short_name(self._algo.loss)} returns, or lower optim.lr."
             )
         position = self.steps_done + self._left_out
         rate = optim.lr * learning_rate_factor(optim, self.steps_done, self._spec.total_steps, position)
