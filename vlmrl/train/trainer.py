@@ -364,8 +364,8 @@ class Trainer:
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)  # the next step would add to it
             raise FloatingPointError(
-                f"optimizer step {self.steps_done}: the gradient norm is {norm}, so the weights were not updated. The "
-                f"logprobs were finite: look at what algo.loss {short_name(self._algo.loss)} returns, or lower optim.lr."
+                f"optimizer step {self.steps_done}: the gradient norm is {norm}, so the weights were not updated. "
+                "Lower optim.lr, or, if algo.loss is your own, check what it computes of these logprobs, which were finite."
             )
         position = self.steps_done + self._left_out
         rate = optim.lr * learning_rate_factor(optim, self.steps_done, self._spec.total_steps, position)
