@@ -129,6 +129,43 @@ async def test_an_error_of_a_page_stays_in_it(tmp_path):
         assert await env.evaluate("window.seen") == 1 and heard == []
 
 
+async def test_a_page_sends_no_name_to_a_name_server(tmp_path, monkeypatch):
+    """A name such as SECRET.example.com says what a page knows: WebRTC looked up that of a TURN server, past the proxy."""
+    log = tmp_path / "net.json"
+    monkeypatch.setattr(chromium_process, "ARGUMENTS", (*chromium_process.ARGUMENTS, f"--log-net-log={log}"))
+    connect = """new Promise((done) => {
+      const urls = "turn:secret.example.com:3478?transport=tcp";
+      const peer = new RTCPeerConnection({ iceServers: [{ urls, username: "a", credential: "b" }] });
+      peer.onicegatheringstatechange = () => peer.iceGatheringState === "complete" && done();
+      peer.createDataChannel("x");
+      peer.createOffer().then((offer) => peer.setLocalDescription(offer));
+    })"""
+    async with opened(page_env(tmp_path, ""), sessions=5) as env:
+        await env.evaluate(connect)
+        await asyncio.sleep(1)  # the name was looked up after that
+    await asyncio.to_thread(env._pool.close)
+    written = log.read_text()
+    assert "secret.example.com" not in written, "Chromium looked the name up"
+    assert "constants" in written
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+async def test_a_page_of_this_machine_is_found(host):
+    async def page(request: web.Request) -> web.StreamResponse:
+        return web.Response(text="<b>here</b>", content_type="text/html")
+
+    app = web.Application()
+    app.router.add_get("/", page)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    server = web.TCPSite(runner, host.strip("[]"), 0)
+    await server.start()
+    port = server._server.sockets[0].getsockname()[1]
+    async with opened(site(f"http://{host}:{port}")) as env:
+        assert await env.evaluate("document.body.innerText") == "here"
+    await runner.cleanup()
+
+
 def site(url: str) -> type[BrowserEnv]:
     return type("Site", (BrowserEnv,), {"page": f"{url}/"})
 

@@ -207,3 +207,24 @@ def test_the_body_of_a_client_that_left_counts_until_its_call_has_ended(monkeypa
         assert http.put("/sessions/t", content=content).status_code == 503
         Mine.gate.set()
         wait_until(lambda: http.put("/sessions/t", content=content).status_code == 422)  # it is read, and holds no task
+
+
+@pytest.mark.parametrize("limit", ["sessions", "bytes"])
+def test_a_session_that_its_client_left_counts_until_its_call_has_ended(limit):
+    """Each left a thread and a task: 1,500 PUTs and DELETEs 300 threads, and tasks of 40 MB more than a gigabyte in 20 s."""
+
+    class Env(Held):
+        held = "reset"
+
+    with serving(Env) as (server, http, threads):
+        leaving = threads.submit(http.put, "/sessions/left", json=START)
+        assert Env.entered.wait(LIMIT)
+        size = server.sessions["left"].size
+        server.max_sessions, server.max_bytes = (1, 10 * size) if limit == "sessions" else (9, 3 * size // 2)
+        assert http.delete("/sessions/left").status_code == 200 and leaving.result().status_code == 500
+        refused = http.put("/sessions/next", json=START)
+        assert refused.status_code == 500 and "session next cannot start" in refused.text
+        Env.gate.set()
+        wait_until(lambda: len(Env.closed) == 1)
+        wait_until(lambda: http.put("/sessions/next", json=START).status_code == 200)
+        http.delete("/sessions/next")

@@ -250,6 +250,41 @@ def test_the_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.Mo
         assert httpx.post(url, content=b"y" * 100, timeout=LIMIT).text == "y" * 100
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_responses_that_nobody_reads_have_a_limit_together(is_stream: bool, monkeypatch: pytest.MonkeyPatch):
+    """400 connections that asked a retriever for 10 times 1,000 hits and read nothing took 2 GB in a minute."""
+    large = b"x" * 2**25  # more than the connection's buffers hold
+    monkeypatch.setattr(http_server, "memory_bytes", lambda: 6 * len(large))
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if not is_stream:
+            return web.Response(body=large)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        return await send_rest(request, response, large)
+
+    app = web.Application()
+    app.router.add_post("/", answer)
+    with served(guarded(app, None, 100)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=LIMIT) as slow:
+            slow.sendall(head("Host: localhost", "Content-Length: 0", "Connection: close"))
+            begun = slow.recv(2**16, socket.MSG_WAITALL)
+            if is_stream:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    httpx.post(url, timeout=LIMIT)
+            else:
+                refused = httpx.post(url, timeout=LIMIT)
+                assert (
+                    refused.status_code == 503 and f"more than {len(large) * 3 // 2} bytes: try again" in refused.text
+                )
+            received = len(begun)
+            while part := slow.recv(2**20):
+                received += len(part)
+            assert received > len(large)
+        assert len(httpx.post(url, timeout=LIMIT).content) == len(large)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_addresses_need_no_token(host: str):
     assert is_loopback(host)

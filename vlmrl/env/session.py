@@ -252,8 +252,8 @@ class EnvSession:
             raise EnvContractError(
                 f"env {self._spec.name}: info['state'] must be a string or an integer, but it is {state!r:.200}."
             )
-        compact = bool(info.pop("compact", False))
         return StepResult(
+            compact=bool(info.pop("compact", False)),
             messages=_messages("format_observation", shown, self._spec.name),
             done=done,
             reward=self._reward("info['reward']", reward) if reward is not None or self._scores_itself else None,
@@ -264,7 +264,6 @@ class EnvSession:
             },
             points=points,
             state=None if state is None else str(state),
-            compact=compact,
         )
 
     @property
@@ -357,14 +356,15 @@ class EnvSession:
     def _late(self) -> _DeadlineError:
         return _DeadlineError(f"timed out after {self._timeout:g} s (rollout.env_timeout; of a served env, --timeout)")
 
-    async def abandon(self, wait: bool = False) -> None:
-        """Discard an env that is broken, or whose run is being stopped.
+    async def abandon(self, wait: bool = False) -> Any:
+        """Discard an env that is broken, or whose run is being stopped. Returns a future of its closing, or None.
 
         Its plain ``close`` is queued in its thread, behind a call that may hang, and not awaited. With ``wait``, an async one is.
         """
         env, self._env = self._env, None
+        closing: Any = None
         if self._thread is not None and not (env is not None and inspect.iscoroutinefunction(env.close)):
-            self._thread.submit(_close_late, self._built)  # also after a constructor that is still running
+            closing = self._thread.submit(_close_late, self._built)  # also after a constructor that is still running
         elif env is not None:
             closing = asyncio.create_task(self._close_async(env))
             _CLOSING.add(closing)
@@ -372,6 +372,7 @@ class EnvSession:
             if wait:
                 await closing
         await self.close()
+        return closing
 
     async def _close_async(self, env: Env) -> None:
         try:
@@ -410,8 +411,9 @@ async def _await_result(value: Any) -> Any:
 def _messages(name: str, value: Any, env: str) -> list[Message]:
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        rule = "must return messages (dicts with a role)"
-        raise EnvContractError(f"env {env}: {name} {rule}, but it returned {value!r}.")
+        raise EnvContractError(
+            f"env {env}: {name} must return messages (dicts with a role), but it returned {value!r}."
+        )
     for message in messages:
         _check_texts(name, message.get("content"), env)
     return [copied(message) for message in messages]  # an env may keep its own, and change them

@@ -20,6 +20,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,6 +35,7 @@ from vlmrl.utils.threads import LoopThread
 from vlmrl.utils.tokens import bearer_token, is_loopback
 
 BODY = web.RequestKey("body", bytes)  # of a request that a guard has let in
+_COUNT = web.RequestKey("count", FunctionType)  # adds bytes to those that a guard holds for a request
 BODY_SECONDS = 120.0  # in which the whole body of a request must arrive
 SEND_SECONDS = 120.0  # in which a client must read its response, but for an end that fits into the connection's buffers
 # An idle connection stays open for longer than clients keep it, or a request could meet its end on the way. The headers of a request
@@ -159,11 +161,11 @@ def guarded(
 
     With a ``token``, a request needs the header ``Authorization: Bearer TOKEN`` (but for the ``public`` paths), and is refused before
     its body is read; without one, its ``Host`` must be a name of the loopback address, and no web page of another host may send it.
-    A body may have ``max_body`` bytes and take ``seconds`` to arrive, all bodies together a quarter of the memory; handlers
-    find it as ``request[BODY]``. The connection of a client that does not read its response in SEND_SECONDS is closed.
+    A body may have ``max_body`` bytes and take ``seconds`` to arrive; handlers find it as ``request[BODY]``. All bodies and responses
+    together have a quarter of the memory. The connection of a client that does not read its response in SEND_SECONDS is closed.
     """
 
-    held, room = 0, max(max_body, memory_bytes() // 4)  # bytes of the bodies of all requests that are being answered
+    held, room = 0, max(max_body, memory_bytes() // 4)  # bytes of the bodies and responses of all requests
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -187,11 +189,15 @@ def guarded(
             nonlocal size, held
             size, held = size + more, held + more
             if held > room:
-                raise BodyError(503, f"the requests that are being answered have more than {room} bytes: try again.")
+                raise BodyError(503, f"the requests and their responses have more than {room} bytes: try again.")
 
         try:
             request[BODY] = await read_body(request, max_body, "--max-body-mib", seconds, arrived)
-            return await send_rest(request, await handler(request))  # its body counts until then
+            request[_COUNT] = arrived  # type: ignore[misc]  # a function is a FunctionType
+            response = await handler(request)
+            request[BODY] = b""  # from here on the response counts in its place
+            arrived(_size(response) - size)
+            return await send_rest(request, response)
         except BodyError as error:
             return _refused(error.status, str(error))
         except web.HTTPException as error:  # it is a response, too
@@ -243,17 +249,24 @@ def _has_token(request: web.BaseRequest, token: str) -> bool:
 async def send_rest(request: web.Request, response: web.StreamResponse, last: bytes = b"") -> web.StreamResponse:
     """Send what is left of a response, with ``last`` at its end if it is a stream.
 
-    Raises ConnectionAbortedError if the client does not read it in SEND_SECONDS.
+    Raises ConnectionAbortedError if the client does not read it in SEND_SECONDS, or if there is no room for ``last``.
     """
     try:
+        if last:
+            request[_COUNT](len(last))
         async with asyncio.timeout(SEND_SECONDS):
             await response.prepare(request)
             await response.write_eof(last)
-    except TimeoutError:
+    except (TimeoutError, BodyError):
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionAbortedError("the client does not read the response") from None
+        raise ConnectionAbortedError("the client does not read the response, or there is no room for it") from None
     return response
+
+
+def _size(response: web.StreamResponse) -> int:
+    """The bytes of a response's body."""
+    return len(response.body) if isinstance(response, web.Response) and isinstance(response.body, bytes) else 0
 
 
 def _refused(status: int, message: str) -> web.Response:

@@ -118,7 +118,7 @@ class BrowserTab:
             await self._page.goto(url, wait_until="load")
             self._loaded = self._page.url
         else:
-            await self.evaluate("(seed) => window.vlmrlRestart(seed)", seed)
+            await self.evaluate("(seed) => void window.vlmrlRestart(seed)", seed)
         # `history.back()` would lead to a blank page, or to one of the tab's earlier episodes.
         await self._session.send(FORGET_HISTORY)
         self._pointer = (self.kind.width / 2, self.kind.height / 2)
@@ -130,7 +130,7 @@ class BrowserTab:
         for frame in self._page.frames:
             if frame.url.startswith("about:blank#"):
                 continue  # an evaluation there never ends: Playwright does not see that such a document has loaded
-            passing = self._evaluate(frame, "(time) => window.vlmrlAdvance?.(time)", 1000 * seconds)
+            passing = self._evaluate(frame, "async (time) => void (await window.vlmrlAdvance?.(time))", 1000 * seconds)
             if frame.url:
                 await passing
                 continue
@@ -230,7 +230,8 @@ class BrowserTab:
             await mouse.wheel(0, -action.pixels)
         else:
             await mouse.wheel(-action.pixels, 0)
-        await self._page.evaluate("window.vlmrlNextFrame?.()")  # the wheel's event does not wait for the scroll
+        # the wheel's event does not wait for the scroll
+        await self._page.evaluate("async () => void (await window.vlmrlNextFrame?.())")
 
     def _pixels(self, point: Point) -> tuple[float, float]:
         """A point of the screen in CSS pixels, inside the page."""

@@ -28,6 +28,8 @@ ARGUMENTS = (
     "--disable-smooth-scrolling",  # a scroll is done when its event is
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",  # the one way around a proxy
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # its name in earlier versions
+    # Nor does a page send a name to the system's name server: WebRTC asks it for a TURN server's, whatever the proxy.
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost, EXCLUDE 127.0.0.1, EXCLUDE ::1",
     "--disable-dev-shm-usage",  # a container's /dev/shm is small
     "--font-render-hinting=none",
     # The same document gives the same pixels, whenever its images arrived and whatever was drawn before:

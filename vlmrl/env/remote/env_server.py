@@ -104,6 +104,7 @@ class EnvServer:
         self.max_bytes = memory_bytes() // 4  # of the tasks of the open sessions, with their images decoded
         self.sessions: dict[str, _OpenSession] = {}
         self._starting: set[str] = set()  # names of sessions whose tasks are being read
+        self._closing: dict[Any, int] = {}  # futures of closed sessions whose call goes on, and the sizes of these
 
     async def start(self, name: str, content: bytes) -> bytes:
         """Build the env of the task in the body of a request, and reset it."""
@@ -124,11 +125,13 @@ class EnvServer:
             max_retries=0,  # the client retries
             tool_format=new.tool_format,
         )
-        if name in self.sessions or len(self.sessions) >= self.max_sessions:
+        self._closing = {closing: size for closing, size in self._closing.items() if not closing.done()}
+        if name in self.sessions or len(self.sessions) + len(self._closing) >= self.max_sessions:
             raise RuntimeError(
                 f"session {name} cannot start: it exists already, or there are {self.max_sessions} sessions (--max-sessions)."
             )
-        if sum(opened.size for opened in self.sessions.values()) + new.size > self.max_bytes:
+        sizes = [*(opened.size for opened in self.sessions.values()), *self._closing.values(), new.size]
+        if sum(sizes) > self.max_bytes:
             raise RuntimeError(
                 f"session {name} cannot start: the tasks of the open ones have {self.max_bytes} bytes, a quarter of the memory."
             )
@@ -168,12 +171,14 @@ class EnvServer:
         return await self._use(name, call)
 
     async def close(self, name: str) -> bytes:
-        """Close a session, or end its start. One with a running call is abandoned: its env closes when its method returns."""
+        """Close a session, or end its start. One with a running call is abandoned: its env closes when its method returns, and
+        counts until then."""
         self._starting.discard(name)
         opened = self.sessions.pop(name, None)
         if opened is not None and opened.call is not None:
             opened.call.cancel()
-            await opened.session.abandon()
+            if (closing := await opened.session.abandon()) is not None:
+                self._closing[closing] = opened.size
         elif opened is not None:
             await opened.session.close()
         return _dump({})
