@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from vlmrl.multimodal.images import DecodedImage, ImageError, frozen_image, image_digest
-from vlmrl.multimodal.messages import images_of, map_images
+from vlmrl.multimodal.messages import copied, images_of, map_images
 from vlmrl.types import ImageSource, Message, PointSet
 
 
@@ -67,6 +67,30 @@ def read_points(value: Any) -> list[PointSet]:
             f"is {value!r:.200}."
         )
     return sets
+
+
+def read_messages(name: str, value: Any) -> list[Message]:
+    """Copies of the messages that ``name``, such as ``reset``, returned: an env may keep its own, and change them.
+
+    Raises ValueError unless all are dicts with a role, whose texts can be encoded.
+    """
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ValueError(f"{name} must return messages (dicts with a role), but it returned {value!r}.")
+    for message in messages:
+        _check_texts(name, message.get("content"))
+    return [copied(message) for message in messages]
+
+
+def _check_texts(name: str, content: Any) -> None:
+    parts = content if isinstance(content, list) else [{"text": content}]
+    for text in (part.get("text") for part in parts if isinstance(part, dict)):
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"a text in the messages of {name} must be a str, but it is {text!r}.")
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a text in the messages of {name} cannot be encoded as UTF-8: {error}.") from error
 
 
 def with_digest(answer: Answer) -> tuple[Answer, str | None]:

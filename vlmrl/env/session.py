@@ -18,11 +18,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from vlmrl.env.answer import StepResult, freeze_answer, read_points, step_mistake, with_digest
+from vlmrl.env.answer import StepResult, freeze_answer, read_messages, read_points, step_mistake, with_digest
 from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
 from vlmrl.multimodal.images import copy_on_write
-from vlmrl.multimodal.messages import copied
 from vlmrl.types import TRUNCATED, Message, Task
 from vlmrl.utils.threads import DaemonPool, await_user_code, close_unawaited, drop_result
 from vlmrl.utils.users_line import defined_at, describe_error
@@ -182,7 +181,7 @@ class EnvSession:
         self._env = env
 
         def read(shown: Any) -> list[Message] | None:
-            return None if shown is None else _messages("reset", shown, self._spec.name)
+            return None if shown is None else self._messages("reset", shown)
 
         messages, digest = await self._answer(env.reset, read)
         if self._start_digest not in (None, digest):
@@ -252,9 +251,9 @@ class EnvSession:
             raise EnvContractError(
                 f"env {self._spec.name}: info['state'] must be a string or an integer, but it is {state!r:.200}."
             )
+        compact = bool(info.pop("compact", False))
         return StepResult(
-            compact=bool(info.pop("compact", False)),
-            messages=_messages("format_observation", shown, self._spec.name),
+            messages=self._messages("format_observation", shown),
             done=done,
             reward=self._reward("info['reward']", reward) if reward is not None or self._scores_itself else None,
             metrics={
@@ -264,7 +263,14 @@ class EnvSession:
             },
             points=points,
             state=None if state is None else str(state),
+            compact=compact,
         )
+
+    def _messages(self, name: str, value: Any) -> list[Message]:
+        try:
+            return read_messages(name, value)
+        except ValueError as error:
+            raise EnvContractError(f"env {self._spec.name}: {error}") from error
 
     @property
     def _scores_itself(self) -> bool:
@@ -406,33 +412,6 @@ async def _await_result(value: Any) -> Any:
     except asyncio.CancelledError:
         close_unawaited(value)
         raise
-
-
-def _messages(name: str, value: Any, env: str) -> list[Message]:
-    messages = [value] if isinstance(value, dict) else value
-    if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise EnvContractError(
-            f"env {env}: {name} must return messages (dicts with a role), but it returned {value!r}."
-        )
-    for message in messages:
-        _check_texts(name, message.get("content"), env)
-    return [copied(message) for message in messages]  # an env may keep its own, and change them
-
-
-def _check_texts(name: str, content: Any, env: str) -> None:
-    """Raises EnvContractError unless every text in ``content`` (a text or a list of parts) is a str that can be encoded."""
-    texts = (
-        [part.get("text", "") for part in content if isinstance(part, dict)] if isinstance(content, list) else [content]
-    )
-    for text in texts:
-        if text is not None and not isinstance(text, str):
-            raise EnvContractError(f"env {env}: a text in the messages of {name} must be a str, but it is {text!r}.")
-        try:
-            (text or "").encode()
-        except UnicodeEncodeError as error:
-            raise EnvContractError(
-                f"env {env}: a text in the messages of {name} cannot be encoded as UTF-8: {error}."
-            ) from error
 
 
 def _number(what: str, value: Any) -> float:

@@ -230,7 +230,7 @@ class BrowserTab:
             await mouse.wheel(0, -action.pixels)
         else:
             await mouse.wheel(-action.pixels, 0)
-        # the wheel's event does not wait for the scroll
+        # The wheel's event does not wait for the scroll.
         await self._page.evaluate("async () => void (await window.vlmrlNextFrame?.())")
 
     def _pixels(self, point: Point) -> tuple[float, float]:
