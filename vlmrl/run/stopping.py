@@ -133,6 +133,35 @@ def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> It
             signal.signal(number, handler)
 
 
+@contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, so that what it has finished is written. The exit status is theirs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if received:
+            return
+        received.append(number)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a command that a script started in the background
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    earlier = {number: signal.signal(number, on_signal) for number in stop_signals() if number != signal.SIGINT}
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not received:
+            raise
+        _say(f"stopped by {signal.Signals(received[0]).name}")
+        raise SystemExit(128 + received[0]) from None
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
 def _end_process(number: int, why: str) -> None:
     _say(why)
     with suppress(OSError):
