@@ -1,7 +1,10 @@
 """`vlmrl eval`: a run's checkpoints, models and an API's model side by side, the blanked control, and the results as JSON."""
 
+import asyncio
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -108,6 +111,31 @@ def test_the_results_stay_if_the_pass_with_blanked_images_fails(folder, tmp_path
     document = json.loads(out.read_text())
     assert [row["blanked"] for row in document["results"]] == [False]
     assert document["not_evaluated"] == [f"{model} (images blanked)"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_results_stay_if_a_scheduler_or_the_end_of_the_terminal_stops_a_later_pass(
+    folder, tmp_path, monkeypatch, number
+):
+    original = program.evaluate_run
+
+    async def stopped(*args, label, **kwargs):
+        if label == "blanked":
+            os.kill(os.getpid(), number)
+            await asyncio.get_running_loop().create_future()
+        return await original(*args, label=label, **kwargs)
+
+    monkeypatch.setattr(program, "evaluate_run", stopped)
+    model, out = folder / "runs/say/model", tmp_path / "results.json"
+    options = ["--models", model, "--eval.blank-images", "--out", out]
+    handler = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit, match=str(128 + number)):
+            vlmrl("eval", folder / "recipe.py", "--output-dir", tmp_path, *options)
+    finally:
+        signal.signal(number, handler)
+    document = json.loads(out.read_text())
+    assert [row["blanked"] for row in document["results"]] == [False] and len(document["not_evaluated"]) == 1
 
 
 def test_a_run_whose_folder_cannot_be_written_is_evaluated(folder, tmp_path, capsys):

@@ -140,14 +140,16 @@ def test_a_rank_that_is_killed_is_named_with_its_node_and_ends_the_run(tmp_path)
     assert (tmp_path / "runs/own/model/model.safetensors").exists(), output  # rank 0 has saved the engine's copy
 
 
-def test_a_signal_to_the_driver_saves_the_last_step_on_all_ranks(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_driver_saves_the_last_step_on_all_ranks(tmp_path, number):
+    """The end of a terminal sends SIGHUP to the driver's process group, in which Ray's own programs are."""
     steps = ["--train.steps", "100000", "--warm-start.steps", "0", "--checkpoint.every", "100000"]
-    before = rank_logs()
-    with training(tmp_path, "stopped", "--cluster.ranks", "2", *steps, text=RECIPE) as run:
+    before, send = rank_logs(), os.killpg if number == signal.SIGHUP else os.kill
+    with training(tmp_path, f"stopped by {number}", "--cluster.ranks", "2", *steps, text=RECIPE) as run:
         begun = until_trained(run)
-        run.send_signal(signal.SIGTERM)
+        send(run.pid, number)
         output, _ = run.communicate(timeout=600)
-    assert run.returncode == 143 and "stopped by SIGTERM after" in output, [*begun, output]
+    assert run.returncode == 128 + number and f"stopped by {number.name} after" in output, [*begun, output]
     assert (tmp_path / "runs/own/model/model.safetensors").exists(), output
     [checkpoint] = (tmp_path / "runs/own/checkpoints").iterdir()
     assert "--resume" in output and (checkpoint / "run.json").exists()

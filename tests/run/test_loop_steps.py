@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import signal
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from vlmrl.env.base import Env, obs
 from vlmrl.env.session import EnvContractError
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
-from vlmrl.run import loop
+from vlmrl.run import loop, stopping
 from vlmrl.run.build import Run, build_run
 from vlmrl.run.loop import new_trainer
 from vlmrl.run.stopping import RunStopped, StopRequest
@@ -257,6 +257,32 @@ def test_a_stopped_run_saves_the_state_of_its_last_finished_step(small, stops, s
     again = small(eval=EVALUATED)
     again.train(one.saved)
     assert again.steps("loss") == [1, 2] and again.steps("eval/reward/mean") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(("name", "saved"), [("pause", None), ("push_weights", 2), ("resume", 2)])
+def test_a_stop_waits_for_no_server_that_hangs_in_an_update(small, monkeypatch, name, saved, staleness):
+    """A run that SIGTERM or Ctrl-C stopped meanwhile was ended, or stood for minutes, and lost all steps since its last checkpoint."""
+    monkeypatch.setattr(stopping, "FINISH_SECONDS", 0.1)
+    algo = Algo(corrections=("token_truncation",) * staleness)
+    one = small(train=train(3, max_staleness=staleness), algo=algo, checkpoint=Checkpoint(every=9))
+    owner = loop if name == "push_weights" else one.run.engine
+    original, calls = (
+        getattr(owner, name),
+        count(1 if name == "push_weights" else 0),
+    )  # the engine is also paused before
+
+    async def hangs(*args: Any) -> Any:
+        if next(calls) >= 2:
+            one.stop.request(signal.SIGTERM)
+            await asyncio.get_running_loop().create_future()
+        return await original(*args)
+
+    monkeypatch.setattr(owner, name, hangs)
+    with pytest.raises(RunStopped):
+        one.train()
+    trained = saved or (2 if staleness else 1)  # an asynchronous run has trained before it pauses
+    assert json.loads((one.saved / "run.json").read_text())["step"] == trained and one.steps("loss")[-1] == trained
 
 
 def test_a_stop_interrupts_the_evaluation_that_an_asynchronous_update_waits_for_and_finishes_the_update(small):

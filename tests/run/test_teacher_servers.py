@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,13 @@ from testing.fake_sglang import END, FakeSGLang, logprob_of
 
 from vlmrl import Algo, Checkpoint, Config, Data, Model, Rollout, Teacher, Train
 from vlmrl.checks.doctor_model import highest_id
+from vlmrl.checks.server_parity import ParityError
 from vlmrl.engine.base import EngineError
 from vlmrl.model import tiny
 from vlmrl.model.loading import load_reader
 from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
+from vlmrl.run.stopping import StopRequest
 from vlmrl.train.checkpoint import newest_checkpoint
 
 
@@ -59,7 +62,7 @@ def test_a_run_learns_from_a_server(run, capfd):
     assert [row["teacher/retried"] for row in rows] == [0, 0]
     assert "scores what it samples within" in capfd.readouterr().out
     asked = [body for body in fake.bodies_of("/generate") if "logprob_start_len" in body]
-    assert len(asked) == 1 + 2 * 3  # the check, and each episode of two steps
+    assert len(asked) == 2 + 2 * (3 + 1)  # the checks, and each episode of two steps with a check of the model
 
 
 @pytest.mark.slow
@@ -94,10 +97,51 @@ def test_a_teacher_that_dies_ends_the_run_with_one_error_and_the_last_step_is_sa
 
     async def dies(body):
         asked.append(body)
-        fake.dropping = {"/generate"} if len(asked) > 1 + 3 + 1 else set()  # in the second step
+        fake.dropping = {"/generate"} if len(asked) > 3 + 3 + 1 else set()  # in the second step
         return await answer(body)
 
     fake._generate = dies
     with pytest.raises(EngineError, match=r"no SGLang server answered in 9 attempts"):
         run_training(config)
     assert newest_checkpoint(config.folder / "checkpoints") == config.folder / "checkpoints/step000001"
+
+
+@pytest.mark.slow
+def test_a_stop_does_not_wait_for_a_teacher_that_hangs_and_the_last_step_is_saved(run):
+    """It waited for rollout.engine_timeout. SIGTERM ended the process before, and all steps since the last checkpoint were lost."""
+    config, fake = run
+    answer, asked, stop = fake._generate, [], StopRequest()
+
+    async def hangs(body):
+        asked.append(body)
+        if len(asked) > 3 + 3 + 1:  # in the second step
+            fake.hangs = True
+            stop.request(signal.SIGTERM)
+        return await answer(body)
+
+    fake._generate = hangs
+    run_training(config, stop=stop)
+    assert newest_checkpoint(config.folder / "checkpoints") == config.folder / "checkpoints/step000001"
+    fake.release_requests()
+
+
+@pytest.mark.slow
+def test_a_teacher_that_comes_back_with_another_model_ends_the_run_before_its_batch_is_trained(run):
+    """It answered at the same address, and its logprobs were learned as those of the teacher that the run began with."""
+    config, fake = run
+    answer, asked = fake._generate, []
+
+    async def replaced(body):
+        asked.append(body)
+        fake.scale = 2.0 if len(asked) > 3 + 3 + 1 else 1.0  # from the second step on
+        return await answer(body)
+
+    fake._generate = replaced
+    with pytest.raises(
+        ParityError, match=r"serves another model than at the start of the run: .* differ by 0\.\d+ nats"
+    ):
+        run_training(config)
+    assert newest_checkpoint(config.folder / "checkpoints") == config.folder / "checkpoints/step000001"
+    fake.scale, fake._generate = 1.0, answer  # the first one is back
+    run_training(config, resume=True)
+    assert [row["step"] for row in read_rows(config.folder / "metrics.jsonl") if "loss" in row] == [1, 2]

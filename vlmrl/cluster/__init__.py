@@ -13,6 +13,10 @@ RANK_VARIABLE = "VLMRL_CLUSTER"
 """In the environment of the ranks that Ray starts: the address of Ray, and the namespace of the run's actors after a space."""
 
 
+STOPPED = (129, 130, 143)
+"""The exit statuses of a rank that SIGHUP, SIGINT or SIGTERM has stopped in order."""
+
+
 class ClusterError(RuntimeError):
     """A program of the run died, a node was lost, or there was no room for the run."""
 
@@ -23,5 +27,5 @@ def is_rank() -> bool:
 
 
 def receive_signals() -> None:
-    """Let this process receive Ctrl-C. Ray starts its processes with SIGINT blocked, and theirs inherit that."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    """Let this process receive Ctrl-C and SIGHUP. Ray's processes are started with both blocked, and theirs inherit that."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})

@@ -19,12 +19,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from vlmrl.cluster import RANK_VARIABLE, ClusterError
+from vlmrl.cluster import RANK_VARIABLE, STOPPED, ClusterError
 from vlmrl.cluster.launcher import Actor, Node, Ref, results
 from vlmrl.cluster.placement import START_SECONDS, Placement
 from vlmrl.config import Config
 from vlmrl.engine.server import Launch
-from vlmrl.utils.terminal import drop_output
+from vlmrl.utils.terminal import drop_output, stop_signals
 
 POLL_SECONDS = 0.2
 ANSWER_SECONDS = 1.0  # for a launcher's answer to a poll; one that is slower is asked again
@@ -92,7 +92,7 @@ class RankProcess:
 def launch(config: Config, arguments: Sequence[str]) -> None:
     """Run Python with these arguments as each rank, and print rank 0's output. Returns when all ranks have ended well.
 
-    Ctrl-C and SIGTERM go to rank 0, which saves the last finished step.
+    Ctrl-C, SIGTERM and SIGHUP go to rank 0, which saves the last finished step.
 
     Raises:
         ClusterError: a rank failed, which is named with its node and the end of its log; or there is no room on the cluster.
@@ -106,7 +106,7 @@ def launch(config: Config, arguments: Sequence[str]) -> None:
         if not failed:
             return
         status = ranks[0].status or 0
-        if status > 0 and (failed == ranks[:1] or (received and status in (130, 143))):
+        if status > 0 and (failed == ranks[:1] or (received and status in STOPPED)):
             raise SystemExit(status)
         raise ClusterError("\n".join(rank.describe() for rank in failed))
     finally:
@@ -176,15 +176,12 @@ def _print(text: str) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The SIGINT and SIGTERM that this process receives within the context."""
+    """The signals to stop that this process receives within the context."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    earlier = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    earlier = {number: signal.signal(number, lambda number, _: received.append(number)) for number in stop_signals()}
     try:
         yield received
     finally:

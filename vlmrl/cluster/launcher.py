@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from vlmrl.cluster import ClusterError
+from vlmrl.cluster import STOPPED, ClusterError
 from vlmrl.engine.server import Launch, LocalProcess
 from vlmrl.utils.http_server import free_ports
 
@@ -76,7 +76,7 @@ class Launcher:
             log.seek(self._read)
             written = log.read()
         self._read += len(written)
-        if status in (0, 130, 143):
+        if status in (0, *STOPPED):
             shutil.rmtree(path.parent, ignore_errors=True)
         return status, written
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import uuid
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,13 @@ def _connect(config: Config) -> None:
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
     if not (address := os.environ.get(ADDRESS)):
         cpus = max(_programs(config), os.cpu_count() or 1)  # there may be fewer cores
-        # `local`: without an address Ray would join any cluster that it finds on this machine.
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
+        # The end of the terminal, which stops the run in order, would end Ray's programs, and with them the ranks.
+        earlier = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        try:
+            # `local`: without an address Ray would join any cluster that it finds on this machine.
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
         return
     path = [str(Path(vlmrl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, path))}

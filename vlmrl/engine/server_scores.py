@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from vlmrl.engine.base import EngineError, SamplingParams, check_placeholders
+from vlmrl.engine.server import UNREACHED, ServerError
 from vlmrl.engine.server_backend import Attempt, Call, Scored, ScoreRequest
 from vlmrl.engine.server_engine import ServerEngine
-from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.server_pool import CHECK_SECONDS, ServerPool
 from vlmrl.engine.server_response import BadResponse, is_logprob, sampled_logprobs
 from vlmrl.multimodal.placeholders import collapse
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import Sample
 
+T = TypeVar("T")
+
+STOP_SECONDS = 0.2  # between two looks whether the scoring shall stop
 ROUNDING = 0.05  # of logprobs and probabilities that a server computes in bfloat16
 
 
@@ -48,6 +53,8 @@ class ServerScorer(ServerEngine):
     ) -> None:
         super().__init__(servers, renderer, banned_ids=())
         self._most_likely, self._limit, self._at_once = most_likely, seconds_limit, at_once
+        self.check_stop: Callable[[], None] = lambda: None
+        """Called while servers score; raises what :meth:`score` then ends with, such as the stop of the run."""
 
     def score(self, rows: Sequence[Sample]) -> list[TeacherScores]:
         """Of each row, its trained tokens. Waits for the servers; not to be called in their loop.
@@ -56,9 +63,13 @@ class ServerScorer(ServerEngine):
             EngineError: no server answered, also after retries, or not in time.
             ValueError: a server reads other tokens or images.
         """
-        found = self.thread.wait(self._score_all([self.request_of(row) for row in rows]))
+        found = self.thread.wait(self._until_stopped(self._score_all([self.request_of(row) for row in rows])))
         sizes = [len(row.response_ids) for row in rows]
         return [TeacherScores(*(part[:size] for part in scores)) for size, scores in zip(sizes, found, strict=True)]
+
+    def score_on_each(self, row: Sample) -> dict[str, TeacherScores]:
+        """The scores of one row by each server that serves, by URL. One that fails, or has just failed, is left out."""
+        return self.thread.wait(self._until_stopped(self._score_on_each(self.request_of(row))))
 
     def logprobs(self, rows: Sequence[Sample]) -> list[np.ndarray]:
         """The logprobs ``[response]`` of each row's tokens, in nats."""
@@ -93,6 +104,26 @@ class ServerScorer(ServerEngine):
                 return await self._score(request)
 
         return await asyncio.gather(*map(score, requests))
+
+    async def _score_on_each(self, request: ScoreRequest) -> dict[str, TeacherScores]:
+        found = {}
+        for server in self.servers.ready:
+            if server.silent or server.backoff or server.unresponsive:
+                continue
+            with suppress(*UNREACHED, ServerError, BadResponse):
+                async with asyncio.timeout(min(self._limit, CHECK_SECONDS)):
+                    scores: Any = await self._generate_on(server, request)
+                    found[server.url] = scores
+        return found
+
+    async def _until_stopped(self, scoring: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.create_task(scoring)
+        try:
+            while not (await asyncio.wait({task}, timeout=STOP_SECONDS))[0]:
+                self.check_stop()
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _score(self, request: ScoreRequest) -> TeacherScores:
         """A row that is not scored in time gets another try where there are several servers: the first one may be silent."""

@@ -36,6 +36,7 @@ from vlmrl.run.episode_rows import Recorded, collected_fields, episode_id, read_
 from vlmrl.run.eval_program import build_model_run, resolve_eval_models
 from vlmrl.run.playing import ApiRun, Playing, build_api_run
 from vlmrl.run.run_lock import run_lock
+from vlmrl.run.stopping import ended_as_by_ctrl_c
 from vlmrl.types import Trajectory
 from vlmrl.utils.json_files import read_object
 from vlmrl.utils.output_files import atomic_write
@@ -49,12 +50,13 @@ MAY_DIFFER |= {"max_env_retries_per_turn", "kv_cache_gib", "group_size", "over_s
 """Settings of ``rollout`` that change no episode."""
 
 
+@ended_as_by_ctrl_c()
 def run_collection(
     config: Config, collection: Collection, model: str | None = None, api: ApiModel | None = None
 ) -> None:
     """Collect with the model behind ``api``, or with ``model`` (see :func:`resolve_eval_models`), or with the recipe's own.
 
-    Prints what became of all episodes. After Ctrl-C, or an error, what has been played is written all the same.
+    Prints what became of all episodes. After Ctrl-C, SIGTERM, SIGHUP or an error, what has been played is written all the same.
     """
     require(config.rollout.generate is None, "rollout.generate", "unset: it makes token ids, not messages", "set")
     require(config.group_reward is None, "group_reward", "unset: episodes are played one by one", config.group_reward)

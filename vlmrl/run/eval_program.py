@@ -26,19 +26,21 @@ from vlmrl.run.eval_report import EvalRow, eval_document, print_report, row_name
 from vlmrl.run.evaluate import evaluate_run, require_held_out
 from vlmrl.run.playing import Playing, build_api_run
 from vlmrl.run.run_folder import newest_weights
+from vlmrl.run.stopping import ended_as_by_ctrl_c
 from vlmrl.train.checkpoint import load_weights
 from vlmrl.utils.output_files import atomic_write, check_writable
 from vlmrl.utils.threads import run_awake
 
 
+@ended_as_by_ctrl_c()
 def run_evaluation(
     config: Config, paths: Sequence[str] = (), out: Path | None = None, api: ApiModel | None = None
 ) -> None:
     """Evaluate the models that ``paths`` name, or that of ``config``, on the held-out tasks of ``config``, after that of an ``api``.
 
     Prints tables. Writes the results to ``out``, and those of a run's model, once all its passes are done, also to ``evaluations`` in
-    the run's folder. If a pass fails, those before it are printed, and written to ``out`` with the names of the rest as
-    ``not_evaluated``.
+    the run's folder. If a pass fails, or a signal ends it, those before it are printed, and written to ``out`` with the names of the
+    rest as ``not_evaluated``.
     """
     require_held_out(config)
     models = resolve_eval_models(paths, config) if paths or api is None else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from vlmrl.run.evaluate import Evaluator
 from vlmrl.run.off_policy import old_policy
 from vlmrl.run.recorder import Recorder
 from vlmrl.run.sft import fine_tune, stages_of
-from vlmrl.run.stages import audited_samples, push_weights
+from vlmrl.run.stages import audited_samples, paused_for_update, push_weights
 from vlmrl.run.stopping import RunStopped, StopRequest
 from vlmrl.run.teaching import teach
 from vlmrl.train.controller import RunTrainer
@@ -60,6 +60,8 @@ async def train(
     log.trackers.earlier_steps = state.earlier_steps
     evaluator, recorder = Evaluator(run, log, progress, state.summary), Recorder(run, log, progress)
     await stop.interruptible(connect(run, progress))
+    if run.teachers is not None:
+        run.teachers.scorer.check_stop = stop.check
     if checkpoint is None or state.stage != "train":
         async with saved_at_the_end(run, run.trainer, state, recorder, progress):
             await prepare_training(run, log, progress, evaluator, state, checkpoint, stop)
@@ -161,7 +163,7 @@ class TrainingLoop:
             for step in range(state.step + 1, config.train.steps + 1):
                 batch = await self.stop.interruptible(self.recorder.play(step, self.buffer))
                 if step == 1:
-                    await self.check_first_batch(batch)
+                    await self.stop.interruptible(self.check_first_batch(batch))
                 metrics = await update(self.run, self.trainer, batch.trajectories, step, self.evaluator, self.stop)
                 self.buffer.trained()
                 warning = small_step_warning(config, step, metrics["groups/trained"])
@@ -225,7 +227,7 @@ async def update(
     """Train on one batch and push the weights to the engine. In an asynchronous run the engine samples during training.
 
     A running evaluation finishes under the weights it began with. The step is finished without one that fails or that ``stop``
-    interrupts, and the loop raises why.
+    interrupts, and the loop raises why. Raises RunStopped if a stop came before the training, while a server did not answer.
     """
 
     def train_batch() -> dict[str, Any]:
@@ -233,10 +235,8 @@ async def update(
         return train_on(run, trainer, trajectories)
 
     if not run.config.train.max_staleness:
-        async with paused(run.engine):  # it may share the weights that are trained
-            metrics = train_batch()
-            with run.seconds.of("transfer"):
-                return metrics | await push_weights(run, trainer, step)
+        async with paused_for_update(run.engine, stop):  # it may share the weights that are trained
+            return train_batch() | await pushed(run, trainer, step, stop)
     metrics = await asyncio.to_thread(train_batch)
     try:
         await stop.interruptible(evaluator.wait())
@@ -245,9 +245,17 @@ async def update(
     except Exception as error:  # raised when the step is finished
         await evaluator.cancel()
         evaluator.failure = error
-    with run.seconds.of("transfer"):
-        async with paused(run.engine):
-            return metrics | await push_weights(run, trainer, step)
+    with suppress(RunStopped):  # the next interruptible part raises it
+        async with paused_for_update(run.engine, stop):
+            metrics |= await pushed(run, trainer, step, stop)
+    return metrics
+
+
+async def pushed(run: Run, trainer: RunTrainer, step: int, stop: StopRequest) -> dict[str, float]:
+    """Push the weights to the paused engine. Returns metrics; none if a stop ended it: no response is sampled any more."""
+    with run.seconds.of("transfer"), suppress(RunStopped):
+        return await stop.finish(push_weights(run, trainer, step))
+    return {}
 
 
 def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) -> dict[str, Any]:

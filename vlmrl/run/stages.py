@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
+from vlmrl.engine.base import Engine
 from vlmrl.run.build import Run
+from vlmrl.run.stopping import RunStopped, StopRequest
 from vlmrl.samples import AuditReport, audit, emit
 from vlmrl.train.controller import RunTrainer
 from vlmrl.types import Sample, Trajectory
@@ -25,3 +28,14 @@ async def push_weights(run: Run, trainer: RunTrainer, policy_version: int) -> di
     metrics = {} if run.serving is None else await run.serving.push(policy_version)
     run.engine.weights_changed(policy_version)
     return metrics
+
+
+@asynccontextmanager
+async def paused_for_update(engine: Engine, stop: StopRequest) -> AsyncIterator[None]:
+    """As :func:`~vlmrl.engine.base.paused`. After a stop no server is waited for that hangs."""
+    try:
+        await stop.finish(engine.pause())
+        yield
+    finally:
+        with suppress(RunStopped):
+            await stop.finish(engine.resume())

@@ -13,9 +13,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
+from vlmrl.utils.terminal import stop_signals
+
 T = TypeVar("T")
 
 GRACE_SECONDS = 25.0  # for saving after SIGTERM: most schedulers and torchrun kill a process 30 seconds after it
+FINISH_SECONDS = 5.0  # for servers, after a stop, to end a pause or to take weights: one that hangs would take minutes
 SAME_SIGNAL_SECONDS = 1.0  # launchers such as torchrun pass on the Ctrl-C that the terminal has sent to all processes
 
 
@@ -30,8 +33,8 @@ class RunStopped(Exception):
 class StopRequest:
     """A request to stop a run, and the parts of the run that it may interrupt: ``await stop.interruptible(buffer.take(1))``.
 
-    An interrupted part is cancelled. Everything else, such as an update of the weights, goes on to its end, so that the state which is
-    then saved is that of a whole step.
+    An interrupted part is cancelled. Everything else, such as an optimizer step, goes on to its end, so that the state which is then
+    saved is that of a whole step.
     """
 
     def __init__(self) -> None:
@@ -68,6 +71,23 @@ class StopRequest:
         finally:
             self._part = None
 
+    async def finish(self, part: Coroutine[Any, Any, T]) -> T:
+        """Await ``part``, which a stop ends :data:`FINISH_SECONDS` later. Raises RunStopped then."""
+        finishing = asyncio.ensure_future(part)
+        try:
+            await self.interruptible(asyncio.wait({finishing}))
+        except RunStopped:
+            if not (await asyncio.wait({finishing}, timeout=FINISH_SECONDS))[0]:
+                raise
+        finally:
+            finishing.cancel()
+        return finishing.result()
+
+    def check(self) -> None:
+        """Raises RunStopped if a stop was requested."""
+        if self.number is not None:
+            raise RunStopped(self.number)
+
 
 @contextmanager
 def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> Iterator[None]:
@@ -103,13 +123,41 @@ def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> It
         elif number == signal.SIGINT and now - first >= SAME_SIGNAL_SECONDS:
             _end_process(number, "stopped at once: what was not saved yet is lost")
 
-    numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
-    earlier = {number: signal.signal(number, on_signal) for number in numbers}
+    earlier = {number: signal.signal(number, on_signal) for number in stop_signals()}
     try:
         yield
     finally:
         for timer in timers:
             timer.cancel()
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, so that what it has finished is written. The exit status is theirs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if received:
+            return
+        received.append(number)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a command that a script started in the background
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    earlier = {number: signal.signal(number, on_signal) for number in stop_signals() if number != signal.SIGINT}
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not received:
+            raise
+        _say(f"stopped by {signal.Signals(received[0]).name}")
+        raise SystemExit(128 + received[0]) from None
+    finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
 

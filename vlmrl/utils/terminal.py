@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import IO, Any
@@ -55,3 +56,9 @@ def drop_output(stream: IO[str]) -> None:
         for number in {lost, STDERR} if os.path.sameopenfile(lost, STDERR) else {lost}:
             os.dup2(nothing, number)
         os.close(nothing)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """SIGINT, SIGTERM and SIGHUP, the end of the terminal: they stop a run. Under `nohup` SIGHUP stays ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (not ignored)
