@@ -91,6 +91,18 @@ def test_adapters_in_a_models_folder_are_refused(qwen3_vl, tmp_path):
         load_model(Model(path=str(folder), device="cpu"), tmp_path, seed=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_quantized_weights_are_refused_before_they_are_loaded(part, device, qwen3_vl, tmp_path):
+    """With bitsandbytes' int8 only the other parameters were trained, and the model could not be saved after the training."""
+    folder = copied(qwen3_vl, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (config if part is None else config[part])["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"must not have quantized weights.* \(fp8\)"):
+        load_model(Model(path=str(folder), device=device), tmp_path, seed=0)
+
+
 def test_a_config_names_no_index_of_weights(qwen3_vl, tmp_path):
     other, folder = copied(qwen3_vl, tmp_path / "other"), copied(qwen3_vl, tmp_path / "model")
     with safe_open(other / "model.safetensors", "pt") as file:

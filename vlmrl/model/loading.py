@@ -152,6 +152,7 @@ def _build(config: Model, path: str, seed: int) -> Any:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     auto: Any = AutoModelForImageTextToText if family_of(hf_config).vision else AutoModelForCausalLM
+    check_config(path, hf_config)
     if device.type == "meta":
         with torch.device(device):
             model = auto.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
@@ -159,7 +160,6 @@ def _build(config: Model, path: str, seed: int) -> Any:
         torch.manual_seed(seed)
         model = _random(auto, hf_config, dtype).to(device)
     else:
-        check_config(path, hf_config)
         check_weight_files(path)
         # Read again, without `config`, the file's own `_attn_implementation` would come before ours: also code of the hub.
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}
