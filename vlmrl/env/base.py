@@ -36,6 +36,8 @@ class Observation(dict[str, Any]):
 def obs(text: str = "", images: list[ImageSource] | ImageSource | None = None) -> dict[str, Any]:
     """An observation: ``obs("Closer:", images=[crop])``. A single image needs no list.
 
+    The model reads the images before the text, in which ``<image>`` marks nothing, unlike in a prompt.
+
     An image that cannot be shown, for example one of 256x1 pixels or bytes that do not decode, is an error that the model reads:
     ``[This image cannot be shown: ...]`` in the image's place, counted as ``images_not_shown``. So is a missing file that a response
     named. Another missing file, an address that does not answer in time, or a value that is no image source, is an error of the env.
