@@ -210,21 +210,36 @@ def test_the_body_of_a_client_that_left_counts_until_its_call_has_ended(monkeypa
 
 
 @pytest.mark.parametrize("limit", ["sessions", "bytes"])
-def test_a_session_that_its_client_left_counts_until_its_call_has_ended(limit):
+@pytest.mark.parametrize("how", ["left", "late"])
+@pytest.mark.parametrize("has_plain_close", [True, False])
+def test_a_closed_session_counts_until_its_call_has_ended(limit, how, has_plain_close):
     """Each left a thread and a task: 1,500 PUTs and DELETEs 300 threads, and tasks of 40 MB more than a gigabyte in 20 s."""
 
-    class Env(Held):
-        held = "reset"
+    class Plain(Held):
+        held = "step"
 
-    with serving(Env) as (server, http, threads):
-        leaving = threads.submit(http.put, "/sessions/left", json=START)
-        assert Env.entered.wait(LIMIT)
-        size = server.sessions["left"].size
-        server.max_sessions, server.max_bytes = (1, 10 * size) if limit == "sessions" else (9, 3 * size // 2)
-        assert http.delete("/sessions/left").status_code == 200 and leaving.result().status_code == 500
+    class Async(Held):
+        held = "step"
+
+        async def close(self) -> None:
+            pass
+
+    env = Plain if has_plain_close else Async
+    with serving(env) as (server, http, threads):
+        assert http.put("/sessions/closed", json=START).status_code == 200
+        opened = server.sessions["closed"]
+        server.max_sessions, server.max_bytes = (
+            (1, 10 * opened.size) if limit == "sessions" else (9, 3 * opened.size // 2)
+        )
+        if how == "late":
+            opened.session._timeout = 0.05
+        leaving = threads.submit(http.post, "/sessions/closed/step", json={"response": "a"})
+        if how == "left":
+            assert env.entered.wait(LIMIT)
+            assert http.delete("/sessions/closed").status_code == 200
+        assert leaving.result().status_code == 500 and not server.sessions
         refused = http.put("/sessions/next", json=START)
         assert refused.status_code == 500 and "session next cannot start" in refused.text
-        Env.gate.set()
-        wait_until(lambda: len(Env.closed) == 1)
+        env.gate.set()
         wait_until(lambda: http.put("/sessions/next", json=START).status_code == 200)
         http.delete("/sessions/next")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any
 
 from PIL import Image
@@ -50,7 +51,7 @@ def step_mistake(returned: Any, own_format: bool = False) -> str | None:
         return f"its first element is {observation!r:.200}; make it with obs(...)"
     if observation and not own_format and not observation.keys() & {"obs_str", "multi_modal_data"}:
         return f"its first element, {observation!r:.200}, has no text and no image; make it with obs(...)"
-    if isinstance(done, float | str | dict):
+    if isinstance(done, str | dict) or (isinstance(done, Real) and not isinstance(done, Integral)):
         return f"its second element, done, must be True or False, and is {done!r:.200}; the reward is info['reward']"
     return None if isinstance(info, dict) else f"its third element, info, must be a dict, and is {info!r:.200}"
 

@@ -14,6 +14,7 @@ import numbers
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -68,6 +69,8 @@ class EnvSession:
         self._env: Env | None = None
         self._built: list[Env] = []  # the env in `_thread`, even if its constructor missed the deadline
         self._thread: DaemonPool | None = None
+        self.thread_free: Future[Any] | None = None
+        """Done when the thread of the closed env is free. Until then a call that was too late, or given up, goes on in it."""
         self._played: list[tuple[str, str]] = []  # each response, and the digest of its step result or REJECTED
         self._start_digest: str | None = None
         self.seconds = self.cpu_seconds = 0.0
@@ -151,6 +154,7 @@ class EnvSession:
             self.counts["close_errors"] += 1
         finally:
             if self._thread is not None:
+                self.thread_free = self._thread.submit(int)  # behind a call that may go on
                 self._thread.close()
             self._env, self._thread = None, None
 
@@ -228,7 +232,8 @@ class EnvSession:
         env.turn, env.last_response = self._turn if turn is None else turn, response
 
         def read(returned: Any) -> Any:
-            if mistake := step_mistake(returned, type(env).format_observation is not Env.format_observation):
+            own_format = getattr(env.format_observation, "__func__", None) is not Env.format_observation
+            if mistake := step_mistake(returned, own_format):
                 raise EnvContractError(
                     f"env {self._spec.name}: step must return (obs(...), done, info), but {mistake}."
                 )
@@ -362,15 +367,14 @@ class EnvSession:
     def _late(self) -> _DeadlineError:
         return _DeadlineError(f"timed out after {self._timeout:g} s (rollout.env_timeout; of a served env, --timeout)")
 
-    async def abandon(self, wait: bool = False) -> Any:
-        """Discard an env that is broken, or whose run is being stopped. Returns a future of its closing, or None.
+    async def abandon(self, wait: bool = False) -> None:
+        """Discard an env that is broken, or whose run is being stopped.
 
         Its plain ``close`` is queued in its thread, behind a call that may hang, and not awaited. With ``wait``, an async one is.
         """
         env, self._env = self._env, None
-        closing: Any = None
         if self._thread is not None and not (env is not None and inspect.iscoroutinefunction(env.close)):
-            closing = self._thread.submit(_close_late, self._built)  # also after a constructor that is still running
+            self._thread.submit(_close_late, self._built)  # also after a constructor that is still running
         elif env is not None:
             closing = asyncio.create_task(self._close_async(env))
             _CLOSING.add(closing)
@@ -378,7 +382,6 @@ class EnvSession:
             if wait:
                 await closing
         await self.close()
-        return closing
 
     async def _close_async(self, env: Env) -> None:
         try:

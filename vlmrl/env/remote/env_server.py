@@ -23,6 +23,7 @@ import json
 import reprlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, NamedTuple, get_args
 
@@ -104,7 +105,7 @@ class EnvServer:
         self.max_bytes = memory_bytes() // 4  # of the tasks of the open sessions, with their images decoded
         self.sessions: dict[str, _OpenSession] = {}
         self._starting: set[str] = set()  # names of sessions whose tasks are being read
-        self._closing: dict[Any, int] = {}  # futures of closed sessions whose call goes on, and the sizes of these
+        self._outlived: dict[Future[Any], int] = {}  # by threads whose call goes on: the sizes of their closed sessions
 
     async def start(self, name: str, content: bytes) -> bytes:
         """Build the env of the task in the body of a request, and reset it."""
@@ -125,15 +126,16 @@ class EnvServer:
             max_retries=0,  # the client retries
             tool_format=new.tool_format,
         )
-        self._closing = {closing: size for closing, size in self._closing.items() if not closing.done()}
-        if name in self.sessions or len(self.sessions) + len(self._closing) >= self.max_sessions:
+        self._outlived = {free: size for free, size in self._outlived.items() if not free.done()}
+        sizes = [*(opened.size for opened in self.sessions.values()), *self._outlived.values()]
+        if name in self.sessions or len(sizes) >= self.max_sessions:
             raise RuntimeError(
-                f"session {name} cannot start: it exists already, or there are {self.max_sessions} sessions (--max-sessions)."
+                f"session {name} cannot start: it exists already, or there are {self.max_sessions} sessions (--max-sessions), with "
+                "those that are closed and whose call goes on."
             )
-        sizes = [*(opened.size for opened in self.sessions.values()), *self._closing.values(), new.size]
-        if sum(sizes) > self.max_bytes:
+        if sum(sizes) + new.size > self.max_bytes:
             raise RuntimeError(
-                f"session {name} cannot start: the tasks of the open ones have {self.max_bytes} bytes, a quarter of the memory."
+                f"session {name} cannot start: the tasks of the sessions have {self.max_bytes} bytes, a quarter of the memory."
             )
         self.sessions[name] = _OpenSession(session, new.refuse, new.size)
 
@@ -171,14 +173,13 @@ class EnvServer:
         return await self._use(name, call)
 
     async def close(self, name: str) -> bytes:
-        """Close a session, or end its start. One with a running call is abandoned: its env closes when its method returns, and
-        counts until then."""
+        """Close a session, or end its start. One with a running call is abandoned: its env closes when its method returns."""
         self._starting.discard(name)
         opened = self.sessions.pop(name, None)
         if opened is not None and opened.call is not None:
             opened.call.cancel()
-            if (closing := await opened.session.abandon()) is not None:
-                self._closing[closing] = opened.size
+            await opened.session.abandon()
+            self._count_until_free(opened)
         elif opened is not None:
             await opened.session.close()
         return _dump({})
@@ -238,10 +239,16 @@ class EnvServer:
         except Exception:
             self.sessions.pop(name, None)
             await opened.session.close()
+            self._count_until_free(opened)
             raise
         finally:
             opened.call = None
             opened.last_used = time.monotonic()
+
+    def _count_until_free(self, closed: _OpenSession) -> None:
+        """Count a closed session until its thread is free: a call that its client left, or that was too late, goes on."""
+        if closed.session.thread_free is not None:
+            self._outlived[closed.session.thread_free] = closed.size
 
 
 def create_env_app(server: EnvServer) -> web.Application:
