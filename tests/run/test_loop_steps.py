@@ -267,10 +267,8 @@ def test_a_stop_waits_for_no_server_that_hangs_in_an_update(small, monkeypatch, 
     algo = Algo(corrections=("token_truncation",) * staleness)
     one = small(train=train(3, max_staleness=staleness), algo=algo, checkpoint=Checkpoint(every=9))
     owner = loop if name == "push_weights" else one.run.engine
-    original, calls = (
-        getattr(owner, name),
-        count(1 if name == "push_weights" else 0),
-    )  # the engine is also paused before
+    original = getattr(owner, name)
+    calls = count(1 if name == "push_weights" else 0)  # the engine is also paused before the first update
 
     async def hangs(*args: Any) -> Any:
         if next(calls) >= 2:

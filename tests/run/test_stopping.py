@@ -21,7 +21,7 @@ from PIL import Image
 from vlmrl.cli import main as cli
 from vlmrl.engine.base import EngineError
 from vlmrl.multimodal.images import load_image
-from vlmrl.run import stopping
+from vlmrl.run import checkpointing, stopping
 from vlmrl.run.checkpointing import LoopState, save_stopped
 from vlmrl.run.recorder import Recorder
 from vlmrl.run.stopping import RunStopped, StopRequest, stop_on_signals
@@ -265,27 +265,39 @@ def test_an_error_of_a_part_that_is_stopped_does_not_fail_the_run():
 class DeadEngine:
     """Its servers ended with the signal that stops the run."""
 
+    said = "server 0: connection refused"
+
     async def pause(self) -> None:
-        raise EngineError("server 0: connection refused")
+        raise EngineError(self.said)
 
     resume = pause
 
 
-def test_a_stopped_run_saves_its_checkpoint_though_its_engine_is_dead(tmp_path):
+class HangingEngine:
+    said = "TimeoutError"
+
+    async def pause(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    resume = pause
+
+
+@pytest.mark.parametrize("engine", [DeadEngine(), HangingEngine()])
+def test_a_stopped_run_saves_its_checkpoint_though_its_engine_is_dead_or_hangs(tmp_path, engine, monkeypatch):
+    monkeypatch.setattr(checkpointing, "STOPPED_PAUSE", 0.05)
+
     def save(folder: Path) -> None:
         (folder / "weights").touch()
 
     settings = SimpleNamespace(checkpoint=SimpleNamespace(every=10), save_model=False)
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-    run: Any = SimpleNamespace(
-        checkpoints=checkpoints, config=settings, colocated=True, engine=DeadEngine(), folder=tmp_path
-    )
+    run: Any = SimpleNamespace(checkpoints=checkpoints, config=settings, colocated=True, engine=engine, folder=tmp_path)
     said: list[str] = []
     trainer: Any = SimpleNamespace(save=save, steps_done=5)
     asyncio.run(save_stopped(run, trainer, LoopState(step=5), SimpleNamespace(say=said.append)))  # type: ignore[arg-type]
     saved = checkpoints.newest()
     assert saved is not None and load_json(saved)["step"] == 5 and (saved / "weights").exists()
-    assert said == ["the engine did not release the GPUs to the trainer: server 0: connection refused"]
+    assert said == [f"the engine did not release the GPUs to the trainer: {engine.said}"]
 
 
 @pytest.mark.filterwarnings("error")

@@ -54,7 +54,10 @@ SAVED_LAST = {"model": "config.json", "adapters": "adapter_config.json"}
 """A file of each folder of weights in Hugging Face form, without which it is not whole."""
 ORDER = "saved.json"
 """In a run's folder: after which checkpoints the models and the summary were written. Times change when a folder is copied."""
-LAST_PAUSE = 150.0  # seconds for the engine of a failed run to offload its memory for the trainer
+LAST_PAUSE = (
+    150.0  # seconds for a colocated engine to release its memory to the trainer, which then saves a run that failed
+)
+STOPPED_PAUSE = 10.0  # the same after a stop, of whose seconds of grace some must be left for saving
 
 
 @dataclass
@@ -188,7 +191,7 @@ def best_reward(folder: Path, saved: float | None) -> float | None:
 
 async def save_stopped(run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress) -> None:
     """Save a run that was stopped: a checkpoint of its last step, where checkpoints are on, then its weights."""
-    await _pause_last(run, progress)
+    await _pause_last(run, progress, STOPPED_PAUSE)
     await _save_last_checkpoint(run, trainer, state, progress)
     save_summary(run, state)
     if run.config.save_model and trainer.steps_done:
@@ -204,7 +207,7 @@ async def save_after_failure(
     """
     if not trainer.steps_done:
         return
-    await _pause_last(run, progress)
+    await _pause_last(run, progress, LAST_PAUSE)
     if (
         isinstance(error, Exception)
         and not trainer.is_ahead
@@ -231,15 +234,15 @@ async def _save_last_checkpoint(run: Run, trainer: RunTrainer, state: LoopState,
     return True
 
 
-async def _pause_last(run: Run, progress: RunProgress) -> None:
+async def _pause_last(run: Run, progress: RunProgress, seconds: float) -> None:
     """Pause a colocated engine for good. If it fails, such as after a signal that ended its servers, too, that is said."""
     if not run.colocated:
         return
     try:
-        async with asyncio.timeout(LAST_PAUSE):
+        async with asyncio.timeout(seconds):
             await run.engine.pause()
     except Exception as error:
-        progress.say(f"the engine did not release the GPUs to the trainer: {error or type(error).__name__}")
+        progress.say(f"the engine did not release the GPUs to the trainer: {str(error) or type(error).__name__}")
 
 
 def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, with_adapters: bool = False) -> None:

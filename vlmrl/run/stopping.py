@@ -81,6 +81,8 @@ class StopRequest:
                 raise
         finally:
             finishing.cancel()
+            if self.number is None:  # the caller was cancelled
+                await asyncio.wait({finishing})
         return finishing.result()
 
     def check(self) -> None:

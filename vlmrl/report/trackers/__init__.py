@@ -85,6 +85,6 @@ def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any], sa
             for tracker in opened.values():
                 tracker.close("failed")
             raise ValueError(
-                f"report.to {name} did not start: {error or type(error).__name__}. {kind.remedy}"
+                f"report.to {name} did not start: {str(error) or type(error).__name__}. {kind.remedy}"
             ) from error
     return Trackers(opened, folder, say=say)
