@@ -21,6 +21,9 @@ from vlmrl.run.program import run_training
 from vlmrl.run.stopping import StopRequest
 from vlmrl.train.checkpoint import newest_checkpoint
 
+FIRST_STEP = 3 + 3 + 1
+"""The requests to score until the first step is trained: checks at the start, its episodes, and the check of the model."""
+
 
 def with_hint(task, trajectory, turn):
     return [{"role": "user", "content": f"The answer is a. {turn}"}]
@@ -97,7 +100,7 @@ def test_a_teacher_that_dies_ends_the_run_with_one_error_and_the_last_step_is_sa
 
     async def dies(body):
         asked.append(body)
-        fake.dropping = {"/generate"} if len(asked) > 3 + 3 + 1 else set()  # in the second step
+        fake.dropping = {"/generate"} if len(asked) > FIRST_STEP else set()  # in the second step
         return await answer(body)
 
     fake._generate = dies
@@ -114,7 +117,7 @@ def test_a_stop_does_not_wait_for_a_teacher_that_hangs_and_the_last_step_is_save
 
     async def hangs(body):
         asked.append(body)
-        if len(asked) > 3 + 3 + 1:  # in the second step
+        if len(asked) > FIRST_STEP:  # in the second step
             fake.hangs = True
             stop.request(signal.SIGTERM)
         return await answer(body)
@@ -133,12 +136,12 @@ def test_a_teacher_that_comes_back_with_another_model_ends_the_run_before_its_ba
 
     async def replaced(body):
         asked.append(body)
-        fake.scale = 2.0 if len(asked) > 3 + 3 + 1 else 1.0  # from the second step on
+        fake.scale = 2.0 if len(asked) > FIRST_STEP else 1.0  # from the second step on
         return await answer(body)
 
     fake._generate = replaced
     with pytest.raises(
-        ParityError, match=r"serves another model than at the start of the run: .* differ by 0\.\d+ nats"
+        ParityError, match=r"serves another model than at the start of the run, .* differ by 0\.\d+ nats"
     ):
         run_training(config)
     assert newest_checkpoint(config.folder / "checkpoints") == config.folder / "checkpoints/step000001"

@@ -40,6 +40,7 @@ ELSEWHERE = {
 }
 """By our setting: the last parts of its names in TRL and verl. docs/porting.md says where the meaning differs."""
 OF_RECIPES = ("mixture", "sft.data")
+"""Settings that only a recipe can make: dicts, of whose entries the settings are options."""
 
 
 def option_names(options: object, prefix: str = "") -> Iterator[str]:

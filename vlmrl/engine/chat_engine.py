@@ -107,7 +107,9 @@ class ChatEngine:
                 retry = async_retrying(patience=seconds, longest_pause=LONGEST_PAUSE)
                 return await retry(self._attempt, content, seconds / 2)
         except (RetryableError, TimeoutError) as error:
-            raise EngineError(f"{self.model.url}: no usable response in {seconds:g} s: {error or 'timeout'}") from error
+            raise EngineError(
+                f"{self.model.url}: no usable response in {seconds:g} s: {str(error) or 'timeout'}"
+            ) from error
 
     def _body(self, messages: Sequence[Message], tools: Sequence[Any], sampling: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model.name, "messages": list(messages), "max_tokens": sampling.max_tokens}

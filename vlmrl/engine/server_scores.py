@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from vlmrl.engine.base import EngineError, SamplingParams, check_placeholders
-from vlmrl.engine.server import UNREACHED, ServerError
+from vlmrl.engine.server import UNREACHED, Server, ServerError
 from vlmrl.engine.server_backend import Attempt, Call, Scored, ScoreRequest
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import CHECK_SECONDS, ServerPool
@@ -106,14 +106,15 @@ class ServerScorer(ServerEngine):
         return await asyncio.gather(*map(score, requests))
 
     async def _score_on_each(self, request: ScoreRequest) -> dict[str, TeacherScores]:
-        found = {}
-        for server in self.servers.ready:
-            if server.silent or server.backoff or server.unresponsive:
-                continue
+        found: dict[str, Any] = {}
+
+        async def score(server: Server) -> None:
             with suppress(*UNREACHED, ServerError, BadResponse):
                 async with asyncio.timeout(min(self._limit, CHECK_SECONDS)):
-                    scores: Any = await self._generate_on(server, request)
-                    found[server.url] = scores
+                    found[server.url] = await self._generate_on(server, request)
+
+        healthy = [each for each in self.servers.ready if not (each.silent or each.backoff or each.unresponsive)]
+        await asyncio.gather(*map(score, healthy))
         return found
 
     async def _until_stopped(self, scoring: Coroutine[Any, Any, T]) -> T:

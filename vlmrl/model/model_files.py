@@ -37,14 +37,14 @@ def check_weight_files(path: str) -> None:
 def check_config(path: str, config: Any) -> None:
     """Raises ValueError if the ``config`` of a model, of transformers, has quantized weights, or names a file of weights.
 
-    Quantized weights are not trained, and neither saved nor sent in that form. A file of weights may be an index of others.
+    Quantized weights are not trained, and neither saved nor sent in that form. A file of weights may be an index of other files.
     """
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         if (quantized := getattr(part, "quantization_config", None)) is not None:
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
             raise ValueError(
-                f"model.path {path!r} must not have quantized weights, which cannot be trained, but its config.json has a "
-                f"quantization_config ({method!s:.50}): take the model with weights in bfloat16, float16 or float32."
+                f"model.path {path!r} must not have quantized weights, but its config.json has a quantization_config "
+                f"({method!s:.50}): take the model with weights in bfloat16, float16 or float32. A teacher may be on a server instead."
             )
     if getattr(config, "transformers_weights", None) is not None:
         raise ValueError(

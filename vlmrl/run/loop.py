@@ -153,7 +153,7 @@ class TrainingLoop:
     stop: StopRequest
 
     async def train_steps(self) -> None:
-        """Train on one batch a step. A stop interrupts rollouts and evaluations, and no update."""
+        """Train on one batch a step. A stop interrupts rollouts, evaluations and scoring by servers, and no optimizer step."""
         config, state, warned = self.run.config, self.state, False
         self.recorder.judge_evaluations()
         if not state.evaluated:

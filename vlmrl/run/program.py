@@ -66,10 +66,11 @@ def run_training(
 ) -> Run | None:
     """Build and train, then print where the results are.
 
-    Ctrl-C and SIGTERM save the state of the last finished step and exit with 130 or 143. ``resume`` continues an earlier run of this
-    name from its newest checkpoint; otherwise the earlier run's folder is renamed. ``command`` is the command line of this program,
-    kept in the folder: the one that continues the run is printed. With `cluster`, Ray runs it on each rank, and this process waits.
-    With ``stop``, the caller stops the run, and its end is no exit. ``on_row`` gets each row of metrics. Rank 0 returns the run.
+    Ctrl-C, SIGTERM and SIGHUP save the state of the last finished step and exit with 130, 143 or 129. ``resume`` continues an earlier
+    run of this name from its newest checkpoint; otherwise the earlier run's folder is renamed. ``command`` is the command line of
+    this program, kept in the folder: the one that continues the run is printed. With `cluster`, Ray runs it on each rank, and this
+    process waits. With ``stop``, the caller stops the run, and its end is no exit. ``on_row`` gets each row of metrics. Rank 0
+    returns the run.
     """
     if config.cluster.on and not dry_run and not is_rank():
         _launch(config, command)

@@ -59,7 +59,7 @@ class TeacherServers:
             apart = float(np.abs(scores.logprobs - known.logprobs).mean())
             if not apart <= TOLERANCE:
                 raise ParityError(
-                    f"the teacher's server {url} serves another model than at the start of the run: its logprobs of the same "
-                    f"tokens differ by {apart:.2g} nats, where at most {TOLERANCE:g} was expected. Serve the same model there, and "
-                    "resume the run."
+                    f"the teacher's server {url} serves another model than at the start of the run, or at its resume: its logprobs of "
+                    f"the same tokens differ by {apart:.2g} nats, where at most {TOLERANCE:g} was expected. Serve the same model "
+                    "there, and resume the run."
                 )

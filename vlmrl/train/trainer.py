@@ -266,8 +266,10 @@ class Trainer:
         algo = self._algo
         outputs = self._loss(inputs)
         if not isinstance(outputs, LossOutputs):
-            what = f"LossOutputs(per_token, metrics), but it returned a {type(outputs).__name__}"
-            raise ValueError(f"algo.loss {short_name(algo.loss)} must return {what}.")
+            name, returned = short_name(algo.loss), type(outputs).__name__
+            raise ValueError(
+                f"algo.loss {name} must return LossOutputs(per_token, metrics), but it returned a {returned}."
+            )
         if outputs.per_token.shape != inputs.logprobs.shape:  # it would be broadcast to tokens that it is not of
             shapes = f"{list(inputs.logprobs.shape)}, but it is {list(outputs.per_token.shape)}"
             raise ValueError(f"algo.loss {short_name(algo.loss)}: per_token must have the shape of logprobs, {shapes}.")

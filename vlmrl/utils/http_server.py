@@ -20,7 +20,6 @@ import socket
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,7 +34,8 @@ from vlmrl.utils.threads import LoopThread
 from vlmrl.utils.tokens import bearer_token, is_loopback
 
 BODY = web.RequestKey("body", bytes)  # of a request that a guard has let in
-_COUNT = web.RequestKey("count", FunctionType)  # adds bytes to those that a guard holds for a request
+# Adds to the bytes that a guard holds for a request.
+_COUNT: web.RequestKey[Callable[[int], None]] = web.RequestKey("count", None)
 BODY_SECONDS = 120.0  # in which the whole body of a request must arrive
 SEND_SECONDS = 120.0  # in which a client must read its response, but for an end that fits into the connection's buffers
 # An idle connection stays open for longer than clients keep it, or a request could meet its end on the way. The headers of a request
@@ -44,7 +44,7 @@ KEEP_ALIVE_SECONDS = 75.0
 GRACE_SECONDS = 5.0  # at the end, for responses that are being made
 LINGER_SECONDS = 2.0  # for a body that is refused: a client that still sends it would not read why
 
-FIRST_PORT = 10_000  # of those that free_ports tries: many services have fixed ports below
+FIRST_PORT = 20_000  # of those that free_ports tries: Ray's workers take ports from 10002 on
 PORT_TRIES = 1000
 _KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -157,12 +157,13 @@ def guarded(
     seconds: float = BODY_SECONDS,
     public: Collection[str] = (),
 ) -> web.Application:
-    """``app`` with a guard: it answers 401, 403, 408 or 413 itself, and hands each other request on with its body.
+    """``app`` with a guard: it answers 401, 403, 408, 413 or 503 itself, and hands each other request on with its body.
 
     With a ``token``, a request needs the header ``Authorization: Bearer TOKEN`` (but for the ``public`` paths), and is refused before
     its body is read; without one, its ``Host`` must be a name of the loopback address, and no web page of another host may send it.
     A body may have ``max_body`` bytes and take ``seconds`` to arrive; handlers find it as ``request[BODY]``. All bodies and responses
-    together have a quarter of the memory. The connection of a client that does not read its response in SEND_SECONDS is closed.
+    together, but for the responses of ``public`` paths, have a quarter of the memory. The connection of a client that does not read
+    its response in SEND_SECONDS is closed.
     """
 
     held, room = 0, max(max_body, memory_bytes() // 4)  # bytes of the bodies and responses of all requests
@@ -193,10 +194,10 @@ def guarded(
 
         try:
             request[BODY] = await read_body(request, max_body, "--max-body-mib", seconds, arrived)
-            request[_COUNT] = arrived  # type: ignore[misc]  # a function is a FunctionType
+            request[_COUNT] = arrived
             response = await handler(request)
             request[BODY] = b""  # from here on the response counts in its place
-            arrived(_size(response) - size)
+            arrived(-size if request.path in public else _size(response) - size)
             return await send_rest(request, response)
         except BodyError as error:
             return _refused(error.status, str(error))

@@ -135,7 +135,7 @@ class EnvServer:
             )
         if sum(sizes) + new.size > self.max_bytes:
             raise RuntimeError(
-                f"session {name} cannot start: the tasks of the sessions have {self.max_bytes} bytes, a quarter of the memory."
+                f"session {name} cannot start: the tasks of the open ones have {self.max_bytes} bytes, a quarter of the memory."
             )
         self.sessions[name] = _OpenSession(session, new.refuse, new.size)
 

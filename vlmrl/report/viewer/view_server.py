@@ -36,11 +36,12 @@ Answer = Callable[[FollowedRun, web.Request], web.Response]
 
 def create_view_app(runs: Sequence[FollowedRun], title: str, token: str | None = None) -> web.Application:
     """The app that serves ``runs``, guarded by ``token``."""
-    page = "".join(page_halves(title, {"title": title, "live": True, "runs": [{} for _ in runs]}))
+    page = "".join(page_halves(title, {"title": title, "live": True, "runs": [{} for _ in runs]})).encode()
     app = web.Application()
 
     async def front(request: web.Request) -> web.Response:
-        return web.Response(text=page, content_type="text/html", headers={"Cache-Control": "no-store"})
+        headers = {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}
+        return web.Response(body=page, headers=headers)
 
     def of_run(answer: Answer) -> Handler:
         async def endpoint(request: web.Request) -> web.Response:
