@@ -101,6 +101,18 @@ async def test_a_page_with_endless_dialogs_fails_alone(tmp_path):
         assert other._pool.counts["hung"] == 0
 
 
+async def listened(env: BrowserEnv, *events: str) -> list[Any]:
+    """What the tab's context says from now on. Playwright is used in its own thread alone: else two calls may get one number."""
+    heard: list[Any] = []
+
+    async def listen() -> None:
+        for event in events:
+            env._tab._context.on(event, lambda what: heard.append(what))
+
+    await env._pool.loop.run(listen())
+    return heard
+
+
 @pytest.mark.parametrize(
     "flood",
     [
@@ -113,9 +125,7 @@ async def test_a_page_with_endless_dialogs_fails_alone(tmp_path):
 async def test_a_page_writes_to_no_console(tmp_path, flood):
     """A page that did so without an end held up the driver of all episodes for longer than their calls may take."""
     async with opened(page_env(tmp_path, on_click(f"{flood}; window.reward = 1"))) as env:
-        heard: list[Any] = []
-        for event in ("console", "weberror"):
-            env._tab._context.on(event, lambda what: heard.append(what))
+        heard = await listened(env, "console", "weberror")
         _, done, info = await env.step(click(500, 500))
         assert done and info["reward"] == 1
         await env.evaluate("0")
@@ -124,8 +134,7 @@ async def test_a_page_writes_to_no_console(tmp_path, flood):
 
 async def test_an_error_of_a_page_stays_in_it(tmp_path):
     async with opened(page_env(tmp_path, on_click("window.seen = 1; throw 1"))) as env:
-        heard: list[Any] = []
-        env._tab._context.on("weberror", lambda what: heard.append(what))
+        heard = await listened(env, "weberror")
         await env.step(click(500, 500))
         assert await env.evaluate("window.seen") == 1 and heard == []
 
