@@ -145,7 +145,9 @@ def test_a_signal_to_the_driver_saves_the_last_step_on_all_ranks(tmp_path, numbe
     """The end of a terminal sends SIGHUP to the driver's process group, in which Ray's own programs are."""
     steps = ["--train.steps", "100000", "--warm-start.steps", "0", "--checkpoint.every", "100000"]
     before, send = rank_logs(), os.killpg if number == signal.SIGHUP else os.kill
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, also by what is started
     with training(tmp_path, f"stopped by {number}", "--cluster.ranks", "2", *steps, text=RECIPE) as run:
+        signal.signal(signal.SIGHUP, earlier)
         begun = until_trained(run)
         send(run.pid, number)
         output, _ = run.communicate(timeout=600)

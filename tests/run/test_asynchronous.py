@@ -15,7 +15,7 @@ from vlmrl.config import Algo, Config, Eval, Optim, Rollout, Train, WarmStart
 from vlmrl.engine.hf.batch import RunningBatch
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model.loading import load_model
-from vlmrl.run import loop
+from vlmrl.run import loop, stages
 from vlmrl.samples import concat
 from vlmrl.train.controller import RunTrainer
 from vlmrl.train.trainer import Trainer, TrainerSpec
@@ -76,7 +76,7 @@ class Interrupted:
 def watched(config: Config, monkeypatch):
     """The run's rows, the weights of each version, and each batch with its version and the trainer's own logprobs."""
     weights, batches, outputs = {}, [], []
-    push, train_on, step = loop.push_weights, loop.train_on, RunTrainer.step
+    push, train_on, step = stages.push_weights, loop.train_on, RunTrainer.step
     responses = Interrupted(monkeypatch, config.train.groups_per_batch)
 
     async def pushed(run, trainer, version):
@@ -97,7 +97,7 @@ def watched(config: Config, monkeypatch):
         batches.append((len(weights) - 1, trajectories, outputs[-1].logprobs))
         return metrics
 
-    monkeypatch.setattr(loop, "push_weights", pushed)
+    monkeypatch.setattr(stages, "push_weights", pushed)
     monkeypatch.setattr(loop, "train_on", trained)
     monkeypatch.setattr(RunTrainer, "step", stepped)
     run, rows, _ = train(config)

@@ -19,7 +19,7 @@ from vlmrl.env.base import Env, obs
 from vlmrl.env.session import EnvContractError
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
-from vlmrl.run import loop, stopping
+from vlmrl.run import loop, stages, stopping
 from vlmrl.run.build import Run, build_run
 from vlmrl.run.loop import new_trainer
 from vlmrl.run.stopping import RunStopped, StopRequest
@@ -266,7 +266,7 @@ def test_a_stop_waits_for_no_server_that_hangs_in_an_update(small, monkeypatch, 
     monkeypatch.setattr(stopping, "FINISH_SECONDS", 0.1)
     algo = Algo(corrections=("token_truncation",) * staleness)
     one = small(train=train(3, max_staleness=staleness), algo=algo, checkpoint=Checkpoint(every=9))
-    owner = loop if name == "push_weights" else one.run.engine
+    owner = stages if name == "push_weights" else one.run.engine
     original = getattr(owner, name)
     calls = count(1 if name == "push_weights" else 0)  # the engine is also paused before the first update
 

@@ -37,7 +37,7 @@ from vlmrl.run.evaluate import Evaluator
 from vlmrl.run.off_policy import old_policy
 from vlmrl.run.recorder import Recorder
 from vlmrl.run.sft import fine_tune, stages_of
-from vlmrl.run.stages import audited_samples, paused_for_update, push_weights
+from vlmrl.run.stages import audited_samples, paused_for_update, push_unless_stopped
 from vlmrl.run.stopping import RunStopped, StopRequest
 from vlmrl.run.teaching import teach
 from vlmrl.train.controller import RunTrainer
@@ -236,7 +236,7 @@ async def update(
 
     if not run.config.train.max_staleness:
         async with paused_for_update(run.engine, stop):  # it may share the weights that are trained
-            return train_batch() | await pushed(run, trainer, step, stop)
+            return train_batch() | await push_unless_stopped(run, trainer, step, stop)
     metrics = await asyncio.to_thread(train_batch)
     try:
         await stop.interruptible(evaluator.wait())
@@ -247,15 +247,8 @@ async def update(
         evaluator.failure = error
     with suppress(RunStopped):  # the next interruptible part raises it
         async with paused_for_update(run.engine, stop):
-            metrics |= await pushed(run, trainer, step, stop)
+            metrics |= await push_unless_stopped(run, trainer, step, stop)
     return metrics
-
-
-async def pushed(run: Run, trainer: RunTrainer, step: int, stop: StopRequest) -> dict[str, float]:
-    """Push the weights to the paused engine. Returns metrics; none if a stop ended it: no response is sampled any more."""
-    with run.seconds.of("transfer"), suppress(RunStopped):
-        return await stop.finish(push_weights(run, trainer, step))
-    return {}
 
 
 def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) -> dict[str, Any]:

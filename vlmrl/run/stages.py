@@ -30,6 +30,13 @@ async def push_weights(run: Run, trainer: RunTrainer, policy_version: int) -> di
     return metrics
 
 
+async def push_unless_stopped(run: Run, trainer: RunTrainer, step: int, stop: StopRequest) -> dict[str, float]:
+    """Push the weights to the paused engine. Returns metrics; none if a stop ended it: no response is sampled any more."""
+    with run.seconds.of("transfer"), suppress(RunStopped):
+        return await stop.finish(push_weights(run, trainer, step))
+    return {}
+
+
 @asynccontextmanager
 async def paused_for_update(engine: Engine, stop: StopRequest) -> AsyncIterator[None]:
     """As :func:`~vlmrl.engine.base.paused`. After a stop no server is waited for that hangs."""
