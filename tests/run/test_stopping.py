@@ -245,6 +245,29 @@ def test_a_repeated_sigterm_is_ignored(monkeypatch, grace_seconds):
     ]
 
 
+def test_a_part_to_finish_that_is_cancelled_has_cleaned_up_when_its_caller_goes_on():
+    """An engine's pause would still be cleaned up while the engine is resumed."""
+    done: list[str] = []
+
+    async def part() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0)
+            done.append("cleaned up")
+
+    async def steps() -> None:
+        finishing = asyncio.create_task(StopRequest().finish(part()))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        finishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await finishing
+        assert done == ["cleaned up"]
+
+    asyncio.run(steps())
+
+
 def test_an_error_of_a_part_that_is_stopped_does_not_fail_the_run():
     async def part() -> None:
         try:
@@ -285,6 +308,7 @@ class HangingEngine:
 @pytest.mark.parametrize("engine", [DeadEngine(), HangingEngine()])
 def test_a_stopped_run_saves_its_checkpoint_though_its_engine_is_dead_or_hangs(tmp_path, engine, monkeypatch):
     monkeypatch.setattr(checkpointing, "STOPPED_PAUSE", 0.05)
+    monkeypatch.setattr(checkpointing, "LAST_PAUSE", 1e6)
 
     def save(folder: Path) -> None:
         (folder / "weights").touch()

@@ -22,7 +22,7 @@ from vlmrl.env.remote import env_server
 from vlmrl.retrieval import retrieval_server
 from vlmrl.utils import http_server
 from vlmrl.utils.http_server import BODY, Binding, guarded, send_rest
-from vlmrl.utils.tokens import bearer_headers, bearer_token, is_loopback
+from vlmrl.utils.tokens import bearer, bearer_headers, bearer_token, is_loopback
 
 pytestmark = pytest.mark.slow
 LIMIT = 600.0  # seconds, for a machine that is ten times too slow
@@ -283,6 +283,25 @@ def test_responses_that_nobody_reads_have_a_limit_together(is_stream: bool, monk
                 received += len(part)
             assert received > len(large)
         assert len(httpx.post(url, timeout=LIMIT).content) == len(large)
+
+
+def test_a_public_page_that_nobody_reads_takes_no_room(monkeypatch: pytest.MonkeyPatch):
+    """Anybody may ask for it, without the token, and would have those with the token refused."""
+    large = b"x" * 2**25
+    monkeypatch.setattr(http_server, "memory_bytes", lambda: 6 * len(large))
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=large)
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    app.router.add_get("/own", answer)
+    with served(guarded(app, TOKEN, 100, public=("/",))) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=LIMIT) as slow:
+            slow.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            slow.recv(2**16, socket.MSG_WAITALL)
+            assert httpx.get(f"{url}/own", headers=bearer(TOKEN), timeout=LIMIT).content == large
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
