@@ -111,6 +111,10 @@ WRONG = f" (tests/cli/test_users_line.py, line {Wrong.step.__code__.co_firstline
         ),
         ((obs(), 1.0, {}), "its second element, done, must be True or False, and is 1.0; the reward is info['reward']"),
         (
+            (obs(), np.float32(1), {}),
+            "its second element, done, must be True or False, and is np.float32(1.0); the reward is info['reward']",
+        ),
+        (
             (obs(), "no", {}),
             "its second element, done, must be True or False, and is 'no'; the reward is info['reward']",
         ),

@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from PIL import Image
 from testing.episodes import a_task, completion, play, script, turn_loop, wait_until
@@ -730,3 +731,29 @@ def test_what_is_computed_after_an_async_step_in_the_envs_thread_counts():
             return super().format_observation(observation)
 
     assert run(Formats, ["a"])[0].cpu_seconds >= 0.05
+
+
+@pytest.mark.parametrize("on_instance", [False, True])
+def test_an_env_with_its_own_formatter_may_return_any_dict_and_numpys_or_no_done(on_instance):
+    def shown(observation: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "user", "content": observation["text"]}
+
+    class Own(Env):
+        def __init__(self, task: Task) -> None:
+            super().__init__(task)
+            if on_instance:
+                self.format_observation = shown  # type: ignore[assignment,method-assign]
+
+        def step(self, response_text: str) -> Any:
+            return (
+                {"text": response_text},
+                {"a": np.bool_(False), "b": 0, "c": None, "d": np.int64(1)}[response_text],
+                {},
+            )
+
+        if not on_instance:
+            format_observation = staticmethod(shown)  # type: ignore[assignment]
+
+    _, [_, *results] = run(Own, ["a", "b", "c", "d"])
+    assert [result.done for result in results] == [False, False, False, True]
+    assert [result.messages for result in results[:3]] == [[{"role": "user", "content": text}] for text in "abc"]
