@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -17,24 +17,26 @@ from vlmrl.engine.server_scores import ServerScorer
 from vlmrl.rollout.record import common_start
 from vlmrl.types import Sample
 
-RESPONSES = 8  # that are sampled at most, until one does not begin with an image placeholder
+RESPONSES = 8  # that are sampled at most, until one does not begin with a placeholder
 PIECES = 2000  # ids whose text is encoded, beside all added tokens
 
 
 async def check_teacher_servers(
-    scorer: ServerScorer, questions: Sequence[Question], tokenizer: Any, timeout: float
+    scorer: ServerScorer, questions: Sequence[Question], tokenizer: Any, placeholders: Collection[int], timeout: float
 ) -> dict[str, float]:
     """For each URL, the largest mean difference of logprobs of one response, sampled and then scored, in nats.
+
+    ``placeholders``: the ids of images and videos, which the policy is banned from, and the servers are not.
 
     Raises:
         ValueError: a server reads another id from a text, or counts other tokens for an image.
         ParityError: a server scores a response otherwise than it sampled it, or than the first server.
         EngineError: a server does not answer, or not in time.
     """
-    found, first, highest = {}, list[tuple[Sample, np.ndarray]](), highest_id(tokenizer)
+    found, first, known = {}, list[tuple[Sample, np.ndarray]](), {*range(highest_id(tokenizer) + 1)} - {*placeholders}
     for server in scorer.servers.all:
         await _check_tokenizer(scorer, server, tokenizer, timeout)
-        sampled = [await _sampled(scorer, server, each, highest, timeout) for each in questions]
+        sampled = [await _sampled(scorer, server, each, known, timeout) for each in questions]
         first = first or sampled
         found[server.url] = max([await _difference(scorer, server, *each, timeout) for each in sampled])
         if not found[server.url] <= TOLERANCE:
@@ -75,17 +77,17 @@ async def _check_tokenizer(scorer: ServerScorer, server: Server, tokenizer: Any,
 
 
 async def _sampled(
-    scorer: ServerScorer, server: Server, question: Question, highest: int, timeout: float
+    scorer: ServerScorer, server: Server, question: Question, known: Set[int], timeout: float
 ) -> tuple[Sample, np.ndarray]:
-    """A response and its logprobs, up to its first image placeholder, which no server bans, or id of no token (above ``highest``)."""
+    """A response and its logprobs, up to its first id that is not in ``known``: that of a placeholder, or of no token."""
     for seed in range(RESPONSES):
         request = replace(question.request, sampling=SamplingParams(TOKENS, seed=seed))
         sampled: Any = await ask(scorer, server, request, timeout)
-        if tokens := list(takewhile(highest.__ge__, scorer.before_images(sampled.token_ids))):
+        if tokens := list(takewhile(known.__contains__, sampled.token_ids)):
             return question.row(tokens), np.array([logprob for logprob, _ in sampled.logprobs[: len(tokens)]])
     raise ParityError(
-        f"the teacher's server {server.url} begins each of {RESPONSES} responses with an image placeholder or an id of no token, "
-        "which no trained model does: serve a trained model."
+        f"the teacher's server {server.url} begins each of {RESPONSES} responses with a placeholder of an image or a video, or with "
+        "an id of no token, which no trained model does: serve a trained model."
     )
 
 

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -74,10 +73,6 @@ class ServerScorer(ServerEngine):
     def logprobs(self, rows: Sequence[Sample]) -> list[np.ndarray]:
         """The logprobs ``[response]`` of each row's tokens, in nats."""
         return [scores.logprobs for scores in self.score(rows)]
-
-    def before_images(self, token_ids: Sequence[int]) -> list[int]:
-        """The ids before the first image placeholder."""
-        return list(takewhile(lambda token: token != self._renderer.image_token_id, token_ids))
 
     def request_of(self, row: Sample) -> ScoreRequest:
         """The request to score a row's trained tokens.

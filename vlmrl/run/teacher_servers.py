@@ -36,10 +36,10 @@ class TeacherServers:
         """Wait for the servers, and check them. Returns a line for each."""
         await self.scorer.start()
         questions = await parity_questions(self._model.renderer, store, self._config.rollout)
-        limit = self._config.rollout.engine_timeout
-        found = await check_teacher_servers(self.scorer, questions, self._model.tokenizer, limit)
+        model, limit = self._model, self._config.rollout.engine_timeout
+        found = await check_teacher_servers(self.scorer, questions, model.tokenizer, model.family.banned_ids, limit)
         await self.scorer.serve()
-        known = self._model.tokenizer.encode(KNOWN, add_special_tokens=False)
+        known = model.tokenizer.encode(KNOWN, add_special_tokens=False)
         self._known_row = questions[0].row(known)
         self._known = await asyncio.to_thread(self.scorer.score_on_each, self._known_row)
         return [f"teacher   {url}: scores what it samples within {nats:.2g} nats" for url, nats in found.items()]
