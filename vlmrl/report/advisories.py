@@ -100,9 +100,10 @@ def truncated(seen: Observed) -> tuple[str, str] | None:
         )
     responses = "every response" if all_cut else f"the last response of {episodes}"
     responses = f"a response of {episodes}" if has_agent else responses
-    config = seen.config  # a reward function also scores a response that was cut
-    rewards_of = [config.reward, *(part.reward for part in config.mixture.values())]
-    before = " before step() was called" if config.episode_setting == "env" and not any(rewards_of) else ""
+    scored = any(
+        [seen.config.reward, *(part.reward for part in seen.config.mixture.values())]
+    )  # also a response that was cut
+    before = " before step() was called" if seen.config.episode_setting == "env" and not scored else ""
     return (
         f"{responses} was cut at rollout.max_response_tokens ({rollout.max_response_tokens}){before}: raise it, or set rollout.stop "
         f"to the text that ends a response{f' (now {list(rollout.stop)})' if rollout.stop else ''}.",

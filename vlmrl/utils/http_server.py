@@ -176,14 +176,8 @@ def guarded(
 
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal held
-        if token is None and not names_this_machine(request):
-            return _refused(
-                403, "this server answers to 127.0.0.1 and localhost only, as long as it requires no token."
-            )
-        if token is None and _is_of_another_page(request, public):
-            return _refused(403, "this server answers to no page of another site, as long as it requires no token.")
-        if token is not None and request.path not in public and not _has_token(request, token):
-            return _refused(401, "the token is missing or wrong: send it as `Authorization: Bearer TOKEN`.")
+        if (refusal := _refusal(request, token, public)) is not None:
+            return refusal
         size = 0
 
         def arrived(more: int) -> None:
@@ -239,6 +233,17 @@ def _is_of_another_page(request: web.BaseRequest, public: Collection[str]) -> bo
         return True
     site, mode = (request.headers.get(f"Sec-Fetch-{name}") for name in ("Site", "Mode"))
     return site == "cross-site" and not (mode == "navigate" and request.path in public)
+
+
+def _refusal(request: web.BaseRequest, token: str | None, public: Collection[str]) -> web.Response | None:
+    """The response to a request that a guard does not let in, before its body is read."""
+    if token is None and not names_this_machine(request):
+        return _refused(403, "this server answers to 127.0.0.1 and localhost only, as long as it requires no token.")
+    if token is None and _is_of_another_page(request, public):
+        return _refused(403, "this server answers to no page of another site, as long as it requires no token.")
+    if token is not None and request.path not in public and not _has_token(request, token):
+        return _refused(401, "the token is missing or wrong: send it as `Authorization: Bearer TOKEN`.")
+    return None
 
 
 def _has_token(request: web.BaseRequest, token: str) -> bool:
