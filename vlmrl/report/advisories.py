@@ -100,10 +100,8 @@ def truncated(seen: Observed) -> tuple[str, str] | None:
         )
     responses = "every response" if all_cut else f"the last response of {episodes}"
     responses = f"a response of {episodes}" if has_agent else responses
-    scored = any(
-        [seen.config.reward, *(part.reward for part in seen.config.mixture.values())]
-    )  # also a response that was cut
-    before = " before step() was called" if seen.config.episode_setting == "env" and not scored else ""
+    scoring = [seen.config.reward, *(part.reward for part in seen.config.mixture.values())]  # also cut responses
+    before = " before step() was called" if seen.config.episode_setting == "env" and not any(scoring) else ""
     return (
         f"{responses} was cut at rollout.max_response_tokens ({rollout.max_response_tokens}){before}: raise it, or set rollout.stop "
         f"to the text that ends a response{f' (now {list(rollout.stop)})' if rollout.stop else ''}.",
