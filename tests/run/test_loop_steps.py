@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import signal
+from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,29 @@ def test_a_stop_waits_for_no_server_that_hangs_in_an_update(small, monkeypatch, 
         one.train()
     trained = saved or (2 if staleness else 1)  # an asynchronous run has trained before it pauses
     assert json.loads((one.saved / "run.json").read_text())["step"] == trained and one.steps("loss")[-1] == trained
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_seconds_of_a_transfer_have_the_wait_for_the_pause_in_an_asynchronous_run(small, staleness):
+    """There responses in flight may make it long; else nothing is sampled then."""
+    one = small(train=train(2, max_staleness=staleness), algo=Algo(corrections=("token_truncation",) * staleness))
+    seconds, pause, open_parts, seen = one.run.seconds, one.run.engine.pause, [], []
+    of = seconds.of
+
+    @contextmanager
+    def measured(part):
+        open_parts.append(part)
+        with of(part):
+            yield
+        open_parts.remove(part)
+
+    async def paused():
+        seen.append("transfer" in open_parts)
+        await pause()
+
+    seconds.of, one.run.engine.pause = measured, paused
+    one.train()
+    assert len(seen) > 2 and seen[-1] == bool(staleness)
 
 
 def test_a_stop_interrupts_the_evaluation_that_an_asynchronous_update_waits_for_and_finishes_the_update(small):

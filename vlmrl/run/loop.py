@@ -236,7 +236,9 @@ async def update(
 
     if not run.config.train.max_staleness:
         async with paused_for_update(run.engine, stop):  # it may share the weights that are trained
-            return train_batch() | await push_unless_stopped(run, trainer, step, stop)
+            metrics = train_batch()
+            with run.seconds.of("transfer"):
+                return metrics | await push_unless_stopped(run, trainer, step, stop)
     metrics = await asyncio.to_thread(train_batch)
     try:
         await stop.interruptible(evaluator.wait())
@@ -245,7 +247,7 @@ async def update(
     except Exception as error:  # raised when the step is finished
         await evaluator.cancel()
         evaluator.failure = error
-    with suppress(RunStopped):  # the next interruptible part raises it
+    with run.seconds.of("transfer"), suppress(RunStopped):  # the next interruptible part raises it
         async with paused_for_update(run.engine, stop):
             metrics |= await push_unless_stopped(run, trainer, step, stop)
     return metrics

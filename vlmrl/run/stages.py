@@ -32,7 +32,7 @@ async def push_weights(run: Run, trainer: RunTrainer, policy_version: int) -> di
 
 async def push_unless_stopped(run: Run, trainer: RunTrainer, step: int, stop: StopRequest) -> dict[str, float]:
     """Push the weights to the paused engine. Returns metrics; none if a stop ended it: no response is sampled any more."""
-    with run.seconds.of("transfer"), suppress(RunStopped):
+    with suppress(RunStopped):
         return await stop.finish(push_weights(run, trainer, step))
     return {}
 
