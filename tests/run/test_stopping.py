@@ -305,15 +305,15 @@ class HangingEngine:
     resume = pause
 
 
-@pytest.mark.parametrize("engine", [DeadEngine(), HangingEngine()])
-def test_a_stopped_run_saves_its_checkpoint_though_its_engine_is_dead_or_hangs(tmp_path, engine, monkeypatch):
+@pytest.mark.parametrize(("engine", "every"), [(DeadEngine(), 10), (HangingEngine(), 0)])
+def test_a_stopped_run_saves_its_checkpoint_though_its_engine_is_dead_or_hangs(tmp_path, engine, every, monkeypatch):
     monkeypatch.setattr(checkpointing, "STOPPED_PAUSE", 0.05)
     monkeypatch.setattr(checkpointing, "LAST_PAUSE", 1e6)
 
     def save(folder: Path) -> None:
         (folder / "weights").touch()
 
-    settings = SimpleNamespace(checkpoint=SimpleNamespace(every=10), save_model=False)
+    settings = SimpleNamespace(checkpoint=SimpleNamespace(every=every), save_model=False)
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
     run: Any = SimpleNamespace(checkpoints=checkpoints, config=settings, colocated=True, engine=engine, folder=tmp_path)
     said: list[str] = []

@@ -81,8 +81,14 @@ def test_an_interrupt_keeps_what_was_trained(tmp_path):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     result = vlmrl.train(config(tmp_path, steps=500), on_step=interrupt)
-    assert result.interrupted and 2 <= result.metrics[-1]["step"] < 500
+    last = result.metrics[-1]["step"]
+    assert result.interrupted and 2 <= last < 500
     assert (result.folder / "model/config.json").exists() and result.model is not None
+    result = vlmrl.train(config(tmp_path, steps=last + 2), resume=True)  # though checkpoint.every is 0
+    assert [row["step"] for row in result.metrics] == [0, *range(1, last + 3), last + 2]
+    assert (
+        result.folder / f"checkpoints/step{last + 2:06d}"
+    ).exists()  # or a further resume would repeat the two steps
 
 
 @pytest.mark.slow

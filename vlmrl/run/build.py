@@ -101,7 +101,7 @@ class Run(Playing):
 
     @property
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder / "checkpoints", self.config.checkpoint.keep)
+        return Checkpoints(self.folder / "checkpoints", self.config.checkpoint.keep, self.config.checkpoint.every)
 
     def runner(
         self,

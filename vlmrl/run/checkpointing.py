@@ -190,12 +190,19 @@ def best_reward(folder: Path, saved: float | None) -> float | None:
 
 
 async def save_stopped(run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress) -> None:
-    """Save a run that was stopped: a checkpoint of its last step, where checkpoints are on, then its weights."""
+    """Save a run that was stopped: a checkpoint of its last step, then its weights.
+
+    With `checkpoint.every` 0 the weights come first: there may be no earlier checkpoint, and SIGTERM leaves few seconds.
+    """
+    checkpoint_first = run.config.checkpoint.every > 0
     await _pause_last(run, progress, STOPPED_PAUSE)
-    await _save_last_checkpoint(run, trainer, state, progress)
+    if checkpoint_first:
+        await _save_last_checkpoint(run, trainer, state, progress)
     save_summary(run, state)
     if run.config.save_model and trainer.steps_done:
         _save_last_weights(run, trainer, progress, with_adapters=True)
+    if not checkpoint_first:
+        await _save_last_checkpoint(run, trainer, state, progress)
 
 
 async def save_after_failure(
@@ -219,11 +226,12 @@ async def save_after_failure(
 
 
 async def _save_last_checkpoint(run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress) -> bool:
-    """Write a checkpoint of the last step where checkpoints are on, unless it has one. Returns whether it has one.
+    """Write a checkpoint of the last step, unless it has one. Returns whether it has one.
 
-    What else can be saved does not depend on it: a rank may be gone, or the disk be full. That is said.
+    With `checkpoint.every` 0, a run that was stopped before its first step needs none. What else can be saved does not depend on it: a
+    rank may be gone, or the disk be full. That is said.
     """
-    if not run.config.checkpoint.every:
+    if not (run.config.checkpoint.every or state.step or state.earlier_steps):
         return False
     try:
         if run.checkpoints.newest() != run.checkpoints.path(state.step, state.stage):

@@ -177,8 +177,7 @@ class TrainingLoop:
                 self.trainer.is_ahead = False
                 await self.evaluate_after(step)
                 is_last = step == config.train.steps or self.stop.early or self.recorder.is_idle()
-                every = config.checkpoint.every
-                if every and (step % every == 0 or is_last):
+                if self.run.checkpoints.is_due(step, is_last):
                     await self.finish_evaluation(step)  # or a resumed run would lack its metrics
                     await save_checkpoint(self.run, self.trainer, state)
                 if is_last:

@@ -162,8 +162,7 @@ def _train(
         progress.say(summary_of(run))
         checkpoint = run.checkpoints.newest() if resume else None
         if resume and checkpoint is None:
-            none = "" if run.config.checkpoint.every else ", and none is written (checkpoint.every is 0)"
-            progress.say(f"resume    there is no checkpoint in {run.folder}{none}: the run starts at step 0")
+            progress.say(f"resume    there is no checkpoint in {run.folder}: the run starts at step 0")
         if checkpoint is not None and has_finished(run.config, checkpoint, run.held_out is not None):
             done = f"{trained_steps(run.folder)} of {run.config.train.steps} steps"
             progress.say(f"nothing is left to train: the run has {done}; raise train.steps")
@@ -226,8 +225,7 @@ def _how_to_continue(run: Run) -> str:
     if not trained_steps(run.folder):
         model = run.folder / "model"  # of a warm start
         return f"the model so far is in {model}" if model.exists() else "nothing was saved yet"
-    why = "no checkpoint was saved" if run.config.checkpoint.every else "checkpoints are off (checkpoint.every 0)"
-    return f"the results so far are in {run.folder}. It cannot be continued: {why}."
+    return f"the results so far are in {run.folder}. It cannot be continued: no checkpoint was saved."
 
 
 def _without_weights(config: Config, progress: RunProgress) -> None:

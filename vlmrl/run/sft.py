@@ -134,7 +134,7 @@ async def _train(
     stop: StopRequest,
 ) -> None:
     """The steps of a stage after ``state.step``. A stop interrupts what is read or played, and no update."""
-    evaluate, save = run.config.eval.every, run.config.checkpoint.every
+    evaluate = run.config.eval.every
     is_due = not state.step or not state.evaluated
     if is_due and log is not None and (loss := await _held_out_loss(source, trainer, stop)) is not None:
         log.log(state.step, {"sft/held_out_loss": loss})
@@ -161,7 +161,7 @@ async def _train(
             phase.advance(loss=metrics.get("sft/loss"), held_out=loss)
             state.end_step(step, source.state(), log, evaluated=evaluated)
             trainer.is_ahead = False
-            if log is not None and save and (step % save == 0 or step == source.steps):
+            if log is not None and run.checkpoints.is_due(step, step == source.steps):
                 await asyncio.to_thread(write_checkpoint, run, trainer, state)
 
 

@@ -145,11 +145,18 @@ def readable(checkpoint: Path) -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Only the newest ``keep`` are kept."""
+    """The checkpoints of one run, one after each ``every`` steps. Only the newest ``keep`` are kept."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, every: int = 0) -> None:
         self.folder = folder
         self.keep = keep
+        self.every = every
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        """Whether to write one after ``step``. If ``every`` is 0: only after the last step of a run that was stopped and has one."""
+        if self.every:
+            return is_last or step % self.every == 0
+        return is_last and self.newest() is not None
 
     def newest(self) -> Path | None:
         return newest_checkpoint(self.folder)
