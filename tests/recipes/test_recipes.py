@@ -172,6 +172,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch, cap
     TrainCommand(str(ROOT / "recipes/quickstart.py")).run(["--dry-run", "--train.max-staleness", "2"])
     output = capsys.readouterr().out
     assert "ZoomEnv, at most 2 turns and 256 tokens" in output and "4096 tasks, 256 held out" in output
+    assert "warmstart 400 steps of 32 scripted trajectories, lr 0.001" in output
     assert "asynchronous, 2 updates ahead at most; too old: wait; corrected by the loss's ratio" in output
     assert not (tmp_path / "runs/quickstart").exists()
 

@@ -273,7 +273,7 @@ def check_first_tasks(run: Run, tasks: Tasks) -> list[str]:
 def summary_of(run: Run) -> str:
     """The plan of the run, in a few lines."""
     config, policy = run.config, run.model.policy
-    imitated = ""
+    imitated, warm = "", config.warm_start
     if run.conversations is not None:
         rows, kept = run.conversations
         counts = f"{len(rows)} conversations, {len(kept or ())} held out"
@@ -287,10 +287,12 @@ def summary_of(run: Run) -> str:
     plays, turns = run.spec.name if run.spec else name_of(config.rollout.generate), config.rollout.max_turns
     if run.agents is not None:
         plays = f"agent {run.agents.spec.name}"
+    scripted = f"{warm.steps} steps of {warm.trajectories_per_step} scripted trajectories, lr {warm.lr:g}"
     lines = [
         f"data      {len(run.tasks)} tasks{held_out}",
         *(f"warning   {warning}" for source in sources for warning in source.warnings),
         f"env       {plays}, at most {turns} turn{'s' * (turns != 1)} and {config.rollout.max_tokens} tokens",
+        *([f"warmstart {scripted}"] if warm.steps else []),
         *([imitated] if imitated else []),
         *(_training(config) if config.train.steps else []),
     ]
