@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,8 @@ NAMES = list(option_names(TrainOptions()))
         ("--group-size", "close: --rollout.group-size"),
         ("--dryrun", "close: --dry-run"),
         (
-            "--sft.data.mine.path",
-            "no option --sft.data.mine.path: the recipe must set sft.data to a dict, whose entries then are",
+            "--sft.data.mine.epochs",
+            "no option --sft.data.mine.epochs: name a dataset first, such as by --sft.data.mine.path",
         ),
         ("--mixture", "no option --mixture: the recipe must set mixture to a dict"),
         ("--qqqqqqq", "there is no option --qqqqqqq"),
@@ -112,6 +113,21 @@ def test_none_unsets_the_held_out_tasks_with_their_size_and_seed():
     assert chosen(evaluated, "--eval.data.generator=None").eval.data == EvalData()
     assert chosen(evaluated, "--eval.data.path", "x.jsonl").eval.data == EvalData("x.jsonl", seed=1)
     assert chosen(evaluated, "--eval.data.path", "None").eval.data.generator is tasks
+
+
+def test_a_recipe_without_conversations_gets_those_of_the_command_line():
+    words = ["--sft.data.first-round.path", "a.jsonl", "--sft.data.first-round.epochs", "2", "--sft.data.b.path=b"]
+    assert chosen(config, *words).sft.data == {
+        "first_round": Conversations("a.jsonl", epochs=2),
+        "b": Conversations("b"),
+    }
+
+    def tuned():
+        return replace(config(), sft=SFT(data={"mine": Conversations("x")}))
+
+    assert chosen(tuned, "--sft.data.mine.path", "y").sft.data == {"mine": Conversations("y")}
+    with pytest.raises(SystemExit, match="2"):  # a wrong name is not a second dataset
+        chosen(tuned, "--sft.data.min.path", "y")
 
 
 def test_none_unsets_and_several_functions_are_a_tuple():

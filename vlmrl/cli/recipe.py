@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import re
 import select
 import shutil
 import sys
@@ -138,7 +139,8 @@ def _wrapped(line: str) -> str:
 def with_one_source(recipe: Config, words: Sequence[str]) -> Config:
     """``recipe`` without the generator that a dataset among the options ``words`` replaces, or the dataset that a generator does.
 
-    ``--eval.data.generator None`` unsets the size and the seed of `eval.data`, too, as nothing would read them.
+    ``--eval.data.generator None`` unsets the size and the seed of `eval.data`, too, as nothing would read them. In a recipe without
+    `sft.data`, ``--sft.data.NAME.path`` adds the dataset NAME.
     """
     pairs = zip((word.partition("=") for word in words), [*words[1:], ""], strict=False)
     given = {name.replace("_", "-"): value if equals else following for (name, equals, value), following in pairs}
@@ -154,7 +156,9 @@ def with_one_source(recipe: Config, words: Sequence[str]) -> Config:
         return type(data)() if unset else data
 
     evaluation = replace(recipe.eval, data=replaced("--eval.data", recipe.eval.data))
-    return replace(recipe, data=replaced("--data", recipe.data), eval=evaluation)
+    named = {key.split(".")[2]: path for key, path in given.items() if re.fullmatch(r"--sft\.data\.[^.]+\.path", key)}
+    sft = recipe.sft.data or {name.replace("-", "_"): Conversations(path) for name, path in named.items()}
+    return replace(recipe, data=replaced("--data", recipe.data), eval=evaluation, sft=replace(recipe.sft, data=sft))
 
 
 def without_options(recipe: Config) -> Config:

@@ -35,7 +35,8 @@ class SftCommand:
     """Fine-tune a recipe's model on its recorded conversations (`sft.data`), without reinforcement learning."""
 
     recipe: RecipePath
-    """Python file with a function `config() -> Config` that sets `sft`. It needs an env and tasks only for a held-out reward.
+    """Python file with a function `config() -> Config`. It needs an env and tasks only for a held-out reward.
+    `vlmrl sft recipe.py --sft.data.mine.path runs/x-episodes`: with conversations that a recipe without `sft.data` does not have.
     `vlmrl sft recipe.py --help`: list all options, which are those of `vlmrl train`.
     `vlmrl train recipe.py --resume`: continue with reinforcement learning from the last checkpoint (`checkpoint.every`).
     `vlmrl train recipe.py`: fine-tune and train in one run."""
@@ -65,7 +66,7 @@ def train_recipe(recipe: Recipe, options: Sequence[str], program: Sequence[str],
     chosen = recipe.options(TrainOptions(recipe.config()), options, shlex.join(program), what)
     config = resolve_config(chosen.config, recipe.folder)
     if only_sft:
-        rule = "set in the recipe, such as SFT(data={'mine': Conversations('runs/x-episodes')}), for vlmrl sft"
+        rule = "set for vlmrl sft, such as by --sft.data.mine.path runs/x-episodes"
         require(bool(config.sft.data), "sft.data", rule, config.sft.data)
         config = replace(config, train=replace(config.train, steps=0))
 

@@ -39,8 +39,11 @@ ELSEWHERE = {
     "train.tokens_per_micro_batch": "gradient_accumulation_steps ppo_max_token_len_per_gpu",
 }
 """By our setting: the last parts of its names in TRL and verl. docs/porting.md says where the meaning differs."""
-OF_RECIPES = ("mixture", "sft.data")
-"""Settings that only a recipe can make: dicts, of whose entries the settings are options."""
+OF_DATASETS = {
+    "mixture": "the recipe must set mixture to a dict, whose entries then are options",
+    "sft.data": "name a dataset first, such as by --sft.data.mine.path runs/x-episodes",
+}
+"""Settings that are dicts, of whose entries the settings are options, and what to do where a recipe has none."""
 
 
 def option_names(options: object, prefix: str = "") -> Iterator[str]:
@@ -68,9 +71,9 @@ def describe_unknown(word: str, names: Iterable[str]) -> str:
     last, known = given.rpartition(".")[2], list(names)
     if ours := named_elsewhere(last, _option):
         return f"there is no option {word}; {ours}"
-    for setting in OF_RECIPES:
+    for setting, remedy in OF_DATASETS.items():
         if f"{given}.".startswith(f"{setting}.") and not any(name.startswith(f"{setting}.") for name in known):
-            return f"there is no option {word}: the recipe must set {setting} to a dict, whose entries then are options"
+            return f"there is no option {word}: {remedy}"
     close = [name for name in known if name.rpartition(".")[2] == last]
     close.sort(key=lambda name: -difflib.SequenceMatcher(None, name, given).ratio())
     close += [name for name in difflib.get_close_matches(given, known, n=3) if name not in close]
