@@ -68,7 +68,7 @@ def test_a_short_recipe_is_reproduced_once(folder, monkeypatch, capfd):
     [
         (["--seed", "3"], "--seed must be left to vlmrl reproduce"),
         (["--name=x"], "--name must be left to vlmrl reproduce"),
-        (["--no-save-model"], "save_model must be True"),
+        (["--no-save-model", "--data.path", "x.jsonl"], "save_model must be True"),  # a path replaces the generator
         (["--data.held-out", "0"], "there are no held-out tasks to evaluate on"),
     ],
 )

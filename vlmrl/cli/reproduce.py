@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from vlmrl.cli.recipe import Recipe, RecipePath, joined, parse, without_options
+from vlmrl.cli.recipe import Recipe, RecipeOptions, RecipePath, parse
 from vlmrl.config import Config
 from vlmrl.utils.require import require
 
@@ -24,17 +24,12 @@ class ReproduceCommand:
     """Python file with a function `config() -> Config`. For the options, see `vlmrl reproduce RECIPE --help`."""
 
     def run(self, options: Sequence[str]) -> None:
-        recipe = Recipe.load(self.recipe)
+        recipe, prog = Recipe.load(self.recipe), f"vlmrl reproduce {self.recipe}"
+        description = f"{DESCRIPTION}\n\n{recipe.description}"
         chosen, settings = parse(
-            ReproduceOptions,
-            args=options,
-            description=f"{DESCRIPTION}\n\n{recipe.description}",
-            prog=f"vlmrl reproduce {self.recipe}",
-            return_unknown_args=True,
+            ReproduceOptions, args=options, description=description, prog=prog, return_unknown_args=True
         )
-        plain = without_options(recipe.config())
-        given = parse(Config, default=plain, args=settings, prog=f"vlmrl reproduce {self.recipe}")
-        config = joined(recipe.config(), given)
+        config = recipe.options(RecipeOptions(recipe.config()), settings, prog).config
         run_reproduction(self.recipe, config, chosen, settings)
 
 
