@@ -71,6 +71,13 @@ def test_a_template_that_drops_thinking_gives_a_row_for_each_context():
     assert "<think>" not in context and [*second.responses] == [1, 2]
 
 
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think", "qwen3_6"])
+def test_reasoning_content_is_trained_where_the_template_writes_it(template, shared):
+    renderer = real_renderer(shared, "qwen3-vl", template)
+    (row,) = masked_rows(renderer, [user("a"), answer("b") | {"reasoning_content": "\nIt is b.\n"}])
+    assert "It is b.\n</think>\n\nb<|im_end|>" in renderer.decode(row.responses[0])
+
+
 def test_only_the_chosen_responses_have_a_loss():
     messages = [user("a"), answer("b"), user("c"), answer("d"), user("e"), answer("f"), user("later")]
     (row,) = masked_rows(ours(), messages, trained=[False, True, False])
@@ -111,6 +118,10 @@ def test_a_template_that_hides_calls_or_loses_images_is_an_error_of_the_row():
     renderer = ours(plain)
     with pytest.raises(RowError, match="does not show the call of 'zoom'"):
         masked_rows(renderer, CALLS)
+    reasoned = [user("a"), {"role": "assistant", "content": "b", "reasoning_content": " So it is b.\n"}]
+    with pytest.raises(RowError, match="message 1: the chat template does not show its reasoning_content"):
+        masked_rows(renderer, reasoned)
+    assert masked_rows(renderer, [*reasoned, user("c"), answer("d")], trained=[False, True])
     with pytest.raises(RowError, match="hold 1 images, but the chat template shows 0"):
         masked_rows(renderer, [user([IMAGE]), answer("b")])
 
