@@ -37,13 +37,13 @@ def config():
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     model = 'Model(path="tiny:qwen3")'
-    (tmp_path / "say.py").write_text(RECIPE.replace("{model}", model).replace("Eval, Opt", "Eval, Model, Opt"))
+    (tmp_path / "recipe.py").write_text(RECIPE.replace("{model}", model).replace("Eval, Opt", "Eval, Model, Opt"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def reproduce(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["vlmrl", "reproduce", "say.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["vlmrl", "reproduce", "recipe.py", *arguments])
     cli.main()
 
 
@@ -54,7 +54,7 @@ def test_a_short_recipe_is_reproduced_once(folder, monkeypatch, capfd):
     (results,) = folder.glob("runs/reproduce/say-*/results.md")
     page = results.read_text()
     assert page.startswith("### say, with other settings\n")
-    assert "vlmrl reproduce say.py --seeds 5 --controls --train.steps 1 --optim.lr 1e-4\n" in page
+    assert "vlmrl reproduce recipe.py --seeds 5 --controls --train.steps 1 --optim.lr 1e-4\n" in page
     assert "| seed 5 | " in page
     config = json.loads((results.parent / "say-seed5/config.json").read_text())
     assert (config["seed"], config["train"]["steps"], config["optim"]["lr"]) == (5, 1, 1e-4)

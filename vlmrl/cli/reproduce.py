@@ -47,7 +47,7 @@ class ReproduceOptions:
     """Controls: `shuffled` trains the first seed with shuffled rewards; `blanked` evaluates the seeds' models with blanked images.
     Unset: `shuffled`, and `blanked` if the recipe sets `eval.blank_images`."""
     output_dir: Path = Path("runs/reproduce")
-    """Folder of the runs. The results are in its `RECIPE-SETTINGS/results.md`."""
+    """Folder of the runs. The results are in its `NAME-SETTINGS/results.md`, with the recipe's `name`."""
 
     def __post_init__(self) -> None:
         require(len(set(self.seeds)) == len(self.seeds) > 0, "--seeds", "different numbers, one at least", self.seeds)
@@ -71,14 +71,13 @@ def run_reproduction(recipe: str, config: Config, chosen: ReproduceOptions, sett
         require(not given, f"--{name}", "left to vlmrl reproduce, which sets it for each run", "given")
     usual = ("shuffled", "blanked") if config.eval.blank_images else ("shuffled",)
     controls = usual if chosen.controls is None else chosen.controls
-    name = Path(recipe).stem
-    folder = chosen.output_dir / f"{name}-{settings_digest(config)}"
+    folder = chosen.output_dir / f"{config.name}-{settings_digest(config)}"
     experiments = plan_experiments(recipe, settings, config, folder, chosen.seeds, controls)
     try:
         results = reproduce(experiments, launch_process, lambda line: print(f"\nreproduce: {line}", flush=True))
     except ExperimentError as error:
         raise SystemExit(f"vlmrl: {error}") from None
-    title = f"{name}, with other settings" if settings else name
+    title = f"{config.name}, with other settings" if settings else config.name
     command = ["vlmrl", "reproduce", recipe, "--seeds", *map(str, chosen.seeds), "--controls", *controls, *settings]
     text = results_markdown(title, shlex.join(command), results, time.strftime("%Y-%m-%d"))
     atomic_write(folder / "results.md", text)
