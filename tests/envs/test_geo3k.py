@@ -313,14 +313,18 @@ HOSTILE = [
 ]
 
 
-@pytest.fixture
-def short_limit(monkeypatch):
+@pytest.fixture(scope="module")
+def compare_briefly():
     """Half a second of CPU for a comparison, which has 2: what would take for ever meets either."""
     compare = BoundedFunction(f"{Path(FILE).with_name('geo3k_maths.py')}:compare", cpu_seconds=0.5)
-    monkeypatch.setitem(is_right.__wrapped__.__globals__, "compare", compare)
-    assert is_right.__wrapped__("a+1", "1 + a")  # a usual one meets neither
-    yield
+    yield compare
     compare.close()
+
+
+@pytest.fixture
+def short_limit(monkeypatch, compare_briefly):
+    monkeypatch.setitem(is_right.__wrapped__.__globals__, "compare", compare_briefly)
+    assert is_right.__wrapped__("a+1", "1 + a")  # a usual one meets neither
 
 
 @pytest.mark.slow
