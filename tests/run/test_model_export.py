@@ -26,6 +26,8 @@ from vlmrl.run import model_export
 from vlmrl.run.checkpointing import LoopState, save_model, save_stopped
 from vlmrl.run.model_export import export_model
 from vlmrl.run.program import run_training
+from vlmrl.run.run_folder import newest_weights
+from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.utils.output_files import OutputError
 
 pytestmark = pytest.mark.slow
@@ -112,19 +114,25 @@ def test_adapters_that_cannot_be_written_leave_the_earlier_ones_whole(tmp_path, 
     assert {path.name: path.read_bytes() for path in (tmp_path / "adapters").iterdir()} == before
 
 
-def test_a_stopped_run_saves_its_adapters_too(tmp_path):
+def test_a_stopped_run_without_checkpoints_saves_its_model_and_adapters_before_one(tmp_path):
+    models: list[bool] = []
     trainer = SimpleNamespace(
-        named_adapters=lambda: [("base_model.model.q_proj.lora_A.weight", torch.ones(2, 2))], steps_done=3
+        named_adapters=lambda: [("base_model.model.q_proj.lora_A.weight", torch.ones(2, 2))],
+        steps_done=3,
+        save=lambda folder: models.append((tmp_path / "model").exists()),
     )
     model = SimpleNamespace(path="x", is_on_meta=False, save=lambda folder, weights: (folder / "config.json").touch())
     settings = SimpleNamespace(
         model=Model(path="x", lora=Lora(rank=2)), checkpoint=Checkpoint(every=0), save_model=True
     )
-    checkpoints = SimpleNamespace(newest=lambda: None)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     run = SimpleNamespace(config=settings, model=model, folder=tmp_path, colocated=False, checkpoints=checkpoints)
     said: list[str] = []
     asyncio.run(save_stopped(run, trainer, LoopState(step=3), SimpleNamespace(say=said.append)))
-    assert load_file(tmp_path / "adapters/adapter_model.safetensors") and (tmp_path / "model").exists() and not said
+    assert load_file(tmp_path / "adapters/adapter_model.safetensors") and not said
+    assert models == [True] and checkpoints.newest() == tmp_path / "checkpoints/step000003"
+    assert newest_weights(tmp_path) == tmp_path / "model"  # of the same step; servers load no checkpoint
+    assert newest_weights(tmp_path, "adapters") == tmp_path / "adapters"
 
 
 def test_adapters_give_the_merged_model_on_their_real_base(adapted, tmp_path):

@@ -287,8 +287,8 @@ class Checkpoint(Settings):
 
     section = "checkpoint"
     every: int = 0
-    """Steps between checkpoints; a last one is written at the end. 0: only a stopped or failed run writes one. `--resume` continues
-    from the newest."""
+    """Steps between checkpoints; a last one is written at the end. 0: only a stopped or failed run writes one.
+    `--resume` continues from the newest."""
     keep: int = 2
     """Number of checkpoints to keep, the newest ones."""
     keep_best: bool = False

@@ -199,10 +199,12 @@ async def save_stopped(run: Run, trainer: RunTrainer, state: LoopState, progress
     if checkpoint_first:
         await _save_last_checkpoint(run, trainer, state, progress)
     save_summary(run, state)
-    if run.config.save_model and trainer.steps_done:
-        _save_last_weights(run, trainer, progress, with_adapters=True)
-    if not checkpoint_first:
-        await _save_last_checkpoint(run, trainer, state, progress)
+    has_weights = run.config.save_model and trainer.steps_done > 0
+    if has_weights:
+        has_weights = _save_last_weights(run, trainer, progress, with_adapters=True)
+    if not checkpoint_first and await _save_last_checkpoint(run, trainer, state, progress) and has_weights:
+        for name in [name for name in SAVED_LAST if (run.folder / name).exists()]:
+            record_saved(run.folder, name)  # they are of the same step as the checkpoint, and servers load them
 
 
 async def save_after_failure(
@@ -253,14 +255,19 @@ async def _pause_last(run: Run, progress: RunProgress, seconds: float) -> None:
         progress.say(f"the engine did not release the GPUs to the trainer: {str(error) or type(error).__name__}")
 
 
-def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, with_adapters: bool = False) -> None:
-    """``with_adapters``: those of LoRA too, which are gathered from all ranks: after a failure one may not answer."""
+def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, with_adapters: bool = False) -> bool:
+    """Write the weights. Returns whether that succeeded.
+
+    ``with_adapters``: those of LoRA too, which are gathered from all ranks: after a failure one may not answer.
+    """
     try:
         _save_weights(run, trainer, run.folder / "model")
         if with_adapters:
             _save_adapters(run, trainer)
     except (RuntimeError, OutputError) as error:  # the trainer may have failed, or the disk be full
         progress.say(f"the weights of the last step could not be saved: {error}")
+        return False
+    return True
 
 
 def save_summary(run: Run, state: LoopState) -> None:
