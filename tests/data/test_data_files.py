@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from pathlib import Path
 
 import datasets as hf
@@ -150,6 +151,18 @@ def test_a_saved_dataset_names_no_split_elsewhere(tmp_path, split):
     splits = ["train", split.format(other=tmp_path / "other")]
     (tmp_path / "saved/dataset_dict.json").write_text(json.dumps({"splits": splits}))
     with pytest.raises(ValueError, match=r"it names .*other/dataset_info\.json', which is no regular file in it"):
+        load_rows(str(tmp_path / "saved"), "train")
+
+
+def test_a_saved_dataset_with_a_wrong_offset_is_refused(tmp_path):
+    """Reading the row ended the process without a word (SIGBUS), or showed other memory of it as the prompt."""
+    hf.Dataset.from_dict({"prompt": ["three", "words", "here"]}).save_to_disk(tmp_path / "saved")
+    (path,) = (tmp_path / "saved").glob("*.arrow")
+    content, offsets = path.read_bytes(), struct.pack("<4i", 0, 5, 10, 14)
+    assert content.count(offsets) == 1 and len(load_rows(str(tmp_path / "saved"), "train")) == 3
+    path.unlink()  # it is mapped
+    path.write_bytes(content.replace(offsets, struct.pack("<4i", 0, 5, 2**31 - 100, 14)))
+    with pytest.raises(ValueError, match=r"cannot be read as a saved dataset: .*offset for slot 2 out of bounds"):
         load_rows(str(tmp_path / "saved"), "train")
 
 

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -143,6 +143,19 @@ def test_all_bodies_together_have_a_limit():
         while not other_is_served(served):  # until the server has noticed
             pass
         assert served.server._app._held == 0
+
+
+def test_the_bodies_of_one_trajectory_leave_room_to_others():
+    """Sixteen requests whose last bytes never came had all of the room: all other trajectories got 503 for two minutes."""
+    with serving(others(), others(), max_body=2**20, max_held=4 * 2**20) as served, ExitStack() as stack:
+        app = served.server._app
+        for _ in range(4):
+            half = stack.enter_context(served.connect())
+            half.sendall(served.head(2**20) + b" " * (2**20 - 100))
+        wait_until(lambda: app.counts["busy"] == 2 or app._held > 3.9 * 2**20)
+        body = json.dumps(HELLO).encode() + b" " * 900_000
+        assert served.post(body=body, client=served.clients[1]).status_code == 200
+        assert served.server.counts == {"busy": 2, "answered": 1}
 
 
 def test_images_that_wait_to_be_loaded_count_among_the_bodies(monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from testing.browser import Browser
+from testing.episodes import wait_until
 from testing.fakes import item_of
 from testing.run_folders import write_episodes, write_run_folder
 from testing.servers import served
@@ -308,6 +309,28 @@ def test_a_narrow_page_does_not_scroll_sideways(browser, page, view):
 def append(path: Path, record: object) -> None:
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
+
+
+def test_a_letter_of_a_search_ends_the_search_before_it(browser, tmp_path, monkeypatch):
+    folder = write_run_folder(tmp_path / "live", steps=2, groups=2, group_size=2)
+    search, begun, ended = FollowedRun.search, list[str](), list[str]()
+
+    def endless(run, text, step=None, ends=lambda: False):
+        begun.append(text)
+        if text != "timeouterror":
+            wait_until(ends)
+            ended.append(text)
+        return search(run, text, step, ends)
+
+    monkeypatch.setattr(FollowedRun, "search", endless)
+    with served(create_view_app([FollowedRun(folder)], "live")) as address:
+        browser.open(address, "view=trajectories")
+        browser.press("/")
+        browser.press("t")
+        wait_until(lambda: begun == ["t"])
+        browser.press("imeouterror")
+        browser.wait("document.querySelector('#counts').textContent.startsWith('1 of 5')")
+        assert "t" in ended
 
 
 def test_the_served_page_follows_the_run(browser, tmp_path):

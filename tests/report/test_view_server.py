@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 import pytest
+from testing.episodes import wait_until
 from testing.run_folders import write_run_folder
 from testing.servers import served
 
@@ -180,6 +181,31 @@ def test_a_link_of_another_site_leads_to_the_page_and_to_no_search(client):
     assert client.get("/", headers=link).status_code == 200
     assert client.get("/api/runs/0/search?text=a", headers=link).status_code == 403
     assert client.get("/api/runs/0/search?text=a", headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
+
+
+def test_searches_leave_threads_to_other_requests_and_end_with_their_clients(folder, monkeypatch):
+    """Each letter of a search over all steps took a thread for all trajectories: of 470 MB, a click then waited for a minute."""
+    ended = list[bool]()
+
+    def endless(run, text, step=None, ends=lambda: False):
+        wait_until(ends)
+        ended.append(True)
+        return []
+
+    monkeypatch.setattr(FollowedRun, "search", endless)
+    with client_of(folder) as client:
+        client.get("/api/runs/0")
+        target = client.base_url
+        request = f"GET /api/runs/0/search?text=a HTTP/1.1\r\nHost: {target.host}\r\n\r\n".encode()
+        searches = [socket.create_connection((target.host, target.port)) for _ in range(40)]
+        for search in searches:
+            search.sendall(request)
+        assert client.get("/api/runs/0/trajectories/3", timeout=20).status_code == 200
+        for search in searches:
+            search.close()
+        wait_until(lambda: ended)
+        monkeypatch.undo()
+        assert client.get("/api/runs/0/search?text=timeouterror").json() == [4]
 
 
 def test_with_a_token_data_needs_it_and_the_page_does_not_contain_it(folder):

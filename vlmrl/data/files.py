@@ -196,7 +196,10 @@ def _load_saved(folder: Path) -> hf.Dataset | hf.DatasetDict:
                 name = Path(split, file)
                 if name.is_absolute() or ".." in name.parts or not (folder / name).is_file():
                     raise ValueError(f"it names {str(name)[:200]!r}, which is no regular file in it")
-        return hf.load_from_disk(str(folder))
+        saved = hf.load_from_disk(str(folder))
+        for rows in saved.values() if isinstance(saved, hf.DatasetDict) else [saved]:
+            rows.data.table.validate(full=True)  # a wrong offset would read other memory, or end the process
+        return saved
     except Exception as error:  # datasets and pyarrow raise many kinds
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a saved dataset: {error}") from error
 

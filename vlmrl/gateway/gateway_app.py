@@ -67,6 +67,7 @@ class OpenEpisode:
     loop: asyncio.AbstractEventLoop
     key: bytes = field(repr=False)
     images: RequestImages
+    held: int = 0  # bytes that count for its requests
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     closed: bool = False
 
@@ -210,13 +211,13 @@ class GatewayApp:
             raise ChatError(500, "failed", reason[:500]) from error
         finally:
             opened.tasks.discard(task)
-            self._release(exchange)
+            self._release(exchange, opened)
 
-    async def _body(self, exchange: Exchange) -> bytes:
+    async def _body(self, exchange: Exchange, opened: OpenEpisode) -> bytes:
         """The body of a request, for which there must be memory now. It counts until it is released."""
 
         def arrived(size: int) -> None:
-            self._hold(exchange, exchange.held + size)
+            self._hold(exchange, opened, exchange.held + size)
 
         try:
             return await read_body(exchange.request, self._max_body, "the gateway's limit", self._body_seconds, arrived)
@@ -224,18 +225,23 @@ class GatewayApp:
             code = {400: "body", 408: "slow_body", 413: "large_body"}[error.status]
             raise ChatError(error.status, code, str(error)) from None
 
-    def _hold(self, exchange: Exchange, size: int) -> None:
-        """Count ``size`` bytes of memory for a request. Raises ChatError if there is no room for them."""
+    def _hold(self, exchange: Exchange, opened: OpenEpisode, size: int) -> None:
+        """Count ``size`` bytes of memory for a request. Raises ChatError if there is no room for them.
+
+        Several requests of one trajectory leave as much room to others as they take.
+        """
         more = size - exchange.held
         self._held += more
+        opened.held += more
         exchange.held = size
-        if more > 0 and self._held > self._max_held:
+        left = self._max_held - self._held
+        if more > 0 and (left < 0 or size < opened.held > left):
             raise ChatError(
-                503, "busy", f"the requests that arrive now have more than {self._max_held} bytes: try again."
+                503, "busy", f"the requests that arrive now have too many of {self._max_held} bytes: try again."
             )
 
-    def _release(self, exchange: Exchange) -> None:
-        self._hold(exchange, 0)
+    def _release(self, exchange: Exchange, opened: OpenEpisode) -> None:
+        self._hold(exchange, opened, 0)
 
     async def _complete(self, exchange: Exchange, opened: OpenEpisode) -> None:
         parsed = await self._read(exchange, opened)
@@ -243,7 +249,7 @@ class GatewayApp:
 
         def rendered() -> None:  # in the run's loop
             with suppress(RuntimeError):  # the server's has ended
-                loop.call_soon_threadsafe(self._release, exchange)
+                loop.call_soon_threadsafe(self._release, exchange, opened)
 
         sampling, delivered = _Sampling(opened, replace(parsed.chat, on_rendered=rendered)), False
         try:
@@ -285,11 +291,11 @@ class GatewayApp:
             check_beside(read.chat.messages, read.chat.tools)
             return read, bytes_of((read.chat.messages, read.chat.tools))
 
-        parsed, size = await self._parsed(await self._body(exchange), parse)
+        parsed, size = await self._parsed(await self._body(exchange, opened), parse)
         # it waits for threads that all episodes share, to load its images and to render it
-        self._hold(exchange, size + new_bytes(parsed.chat.messages))
+        self._hold(exchange, opened, size + new_bytes(parsed.chat.messages))
         messages = await opened.images.load(parsed.chat.messages)
-        self._hold(exchange, size)
+        self._hold(exchange, opened, size)
         chat = replace(parsed.chat, messages=messages)
         return replace(parsed, chat=chat, model=parsed.model or MODEL)
 
@@ -316,8 +322,8 @@ class GatewayApp:
         await exchange.json(200, {"object": "list", "data": [model], "has_more": False} if is_list else model)
 
     async def _reward(self, exchange: Exchange, opened: OpenEpisode) -> None:
-        body = await self._parsed(await self._body(exchange), read_json)
-        self._release(exchange)
+        body = await self._parsed(await self._body(exchange, opened), read_json)
+        self._release(exchange, opened)
         reward, key = body.get("reward"), body.get("id")
         if key is not None and not (isinstance(key, str) and len(key) <= MAX_KEY_LENGTH):
             refuse("id", f"a string of at most {MAX_KEY_LENGTH} characters", key)

@@ -9,7 +9,7 @@ import io
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,8 @@ MAX_SCANS = 100
 """Of a JPEG. Each is a pass over all its pixels and takes ten bytes; progressive ones have about ten."""
 # The beginning of a scan of one to four components.
 SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
+MAX_EXIF = 100
+"""Segments of EXIF in a JPEG, for each of which PIL copies those before it. A camera writes one for each image."""
 # PIL decodes an opened image at its first use, which is not thread-safe.
 _DECODING = [threading.Lock() for _ in range(64)]
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
@@ -302,10 +304,23 @@ def _regular_file(source: str | Path) -> Path:
 
 
 def _identify(file: Path | io.BytesIO) -> ImageFile.ImageFile:
+    _check_exif(file)
     try:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:
         raise _UnfitError(f"cannot identify image file: it has none of the formats {', '.join(FORMATS)}.") from error
+
+
+def _check_exif(file: Path | io.BytesIO) -> None:
+    """Refuse a JPEG with many segments of EXIF, before PIL opens it."""
+    with file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
+        opened.seek(0)
+        if opened.read(3) == b"\xff\xd8\xff":
+            segments = sum(part.count(b"Exif\0\0") for part in iter(lambda: opened.read(2**20), b""))
+            if segments > MAX_EXIF:
+                raise _UnfitError(
+                    f"it is a JPEG with {segments} segments of EXIF, more than {MAX_EXIF}: save it again first."
+                )
 
 
 def _allowed(image: Image.Image) -> Image.Image:

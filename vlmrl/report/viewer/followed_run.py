@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,17 @@ class FollowedRun:
         with self._lock:
             return self._run.record(number)
 
-    def search(self, text: str, step: int | None = None) -> list[int]:
-        """The numbers of the trajectories of a step (of all steps: ``None``) whose text contains ``text`` in any case."""
+    def search(self, text: str, step: int | None = None, ends: Callable[[], bool] = lambda: False) -> list[int]:
+        """The numbers of the trajectories of a step (of all steps: ``None``) whose text contains ``text`` in any case.
+
+        Once ``ends`` is true, no more are read.
+        """
         words = text.lower()
         with self._lock:
             self._refresh()
             numbers = [row["n"] for row in self._overviews if step in (None, row["step"])]
-        return [number for number in numbers if words in search_text(self.record(number))]
+        left = itertools.takewhile(lambda _: not ends(), numbers)
+        return [number for number in left if words in search_text(self.record(number))]
 
     def image_path(self, image_id: str) -> Path | None:
         """The file of an image, or None if there is none. Other paths than those of images are never returned."""

@@ -158,17 +158,22 @@ function rescope() {
   search();
 }
 
-let searching = 0;
+let searching = new AbortController();
 
+/* Each letter begins a search, and ends the one before it. */
 async function search() {
-  const mine = ++searching,
+  searching.abort();
+  const mine = (searching = new AbortController()),
     words = state.words.trim();
   if (!words) {
     state.hits = null;
     return filtered();
   }
-  const found = await source.search(run(), words, inScope(), state.allSteps ? null : currentStep());
-  if (mine !== searching) return;
+  const step = state.allSteps ? null : currentStep();
+  const found = await source.search(run(), words, inScope(), step, mine.signal).catch((error) => {
+    if (!mine.signal.aborted) throw error;
+  });
+  if (mine.signal.aborted) return;
   state.hits = new Set(found);
   filtered();
 }

@@ -64,10 +64,10 @@ function searchText(t) {
 /* The token is in the address behind "#", which a browser sends to nobody. */
 const TOKEN = new URLSearchParams(location.hash.slice(1)).get("token");
 
-async function get(path, parameters = {}) {
+async function get(path, parameters = {}, signal = null) {
   const url = new URL("api/" + path, location.href.split("#")[0]);
   for (const [name, value] of Object.entries(parameters)) if (value !== null) url.searchParams.set(name, value);
-  const response = await fetch(url, TOKEN ? { headers: { Authorization: `Bearer ${TOKEN}` } } : {});
+  const response = await fetch(url, { signal, headers: TOKEN ? { Authorization: `Bearer ${TOKEN}` } : {} });
   if (!response.ok && response.status !== 404) throw new Error(`${response.status} ${await response.text()}`);
   return response;
 }
@@ -91,8 +91,8 @@ const liveSource = {
     const response = await get(`runs/${run.index}/images/${encodeURIComponent(id)}`);
     return response.ok ? URL.createObjectURL(await response.blob()) : null;
   },
-  async search(run, text, rows, step) {
-    return (await get(`runs/${run.index}/search`, { text, step })).json();
+  async search(run, text, rows, step, signal) {
+    return (await get(`runs/${run.index}/search`, { text, step }, signal)).json();
   },
 };
 

@@ -14,6 +14,7 @@ sends to nobody.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from vlmrl.utils.output_files import open_regular
 MAX_BODY = 4096  # bytes: no request has a body
 MAX_DIGITS = 16  # of an index
 MOST_AT_ONCE = 4000  # entries of each list in one response
+MOST_SEARCHES = 2  # at once: each reads all trajectories, and the threads answer other requests, too
 IMMUTABLE = "private, max-age=31536000, immutable"  # an image's id is its content hash
 
 Answer = Callable[[FollowedRun, web.Request], web.Response]
@@ -38,16 +40,25 @@ def create_view_app(runs: Sequence[FollowedRun], title: str, token: str | None =
     """The app that serves ``runs``, guarded by ``token``."""
     page = "".join(page_halves(title, {"title": title, "live": True, "runs": [{} for _ in runs]})).encode()
     app = web.Application()
+    searching = asyncio.Semaphore(MOST_SEARCHES)
+
+    async def search(run: FollowedRun, request: web.Request) -> web.Response:
+        left = threading.Event()
+        async with searching:
+            try:
+                return await asyncio.to_thread(_search, run, request, left)
+            finally:  # also if the client has left
+                left.set()
 
     async def front(request: web.Request) -> web.Response:
         headers = {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}
         return web.Response(body=page, headers=headers)
 
-    def of_run(answer: Answer) -> Handler:
+    def of_run(answer: Answer | None) -> Handler:
         async def endpoint(request: web.Request) -> web.Response:
             try:
                 run = runs[_index(request.match_info["run"])]
-                return await asyncio.to_thread(answer, run, request)
+                return await (search(run, request) if answer is None else asyncio.to_thread(answer, run, request))
             except IndexError:
                 return web.Response(status=404, text="there is no such run, trajectory, log or image.")
             except (KeyError, ValueError) as error:
@@ -56,7 +67,7 @@ def create_view_app(runs: Sequence[FollowedRun], title: str, token: str | None =
         return endpoint
 
     app.router.add_get("/", front)
-    for path, answer in ANSWERS.items():
+    for path, answer in (ANSWERS | {"/search": None}).items():
         app.router.add_get("/api/runs/{run}" + path, of_run(answer))
     return guarded(app, token, MAX_BODY, public=("/",))
 
@@ -79,9 +90,9 @@ def _log(run: FollowedRun, request: web.Request) -> web.Response:
     return web.Response(body=_content(run, path), content_type="text/plain", charset="utf-8", headers=headers)
 
 
-def _search(run: FollowedRun, request: web.Request) -> web.Response:
+def _search(run: FollowedRun, request: web.Request, left: threading.Event) -> web.Response:
     step = request.query.get("step")
-    return web.json_response(run.search(request.query["text"], None if step is None else int(step)))
+    return web.json_response(run.search(request.query["text"], None if step is None else int(step), left.is_set))
 
 
 def _image(run: FollowedRun, request: web.Request) -> web.Response:
@@ -100,7 +111,6 @@ ANSWERS: dict[str, Answer] = {
     "": _updates,
     "/trajectories/{number}": _trajectory,
     "/trajectories/{number}/log": _log,
-    "/search": _search,
     "/images/{image_id}": _image,
 }
 
