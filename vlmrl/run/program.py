@@ -307,9 +307,10 @@ def summary_of(run: Run) -> str:
 def _training(config: Config) -> list[str]:
     """The plan of the training steps."""
     train, group_size = config.train, config.rollout.group_size
+    credit = "" if config.algo.credit == "trajectory" else f" (credit {short_name(config.algo.credit)})"
     lines = [
         f"training  {train.steps} step{'s' * (train.steps != 1)} of {train.groups_per_batch} groups x {group_size} = "
-        f"{train.groups_per_batch * group_size} trajectories; {short_name(config.algo.advantage)} + "
+        f"{train.groups_per_batch * group_size} trajectories; {short_name(config.algo.advantage)}{credit} + "
         f"{short_name(config.algo.loss)}, lr {config.optim.lr:g}"
     ]
     warmup, steps = config.optim.warmup_steps, train.steps * train.steps_per_batch
