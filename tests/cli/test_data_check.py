@@ -59,6 +59,7 @@ def test_a_task_is_shown_as_the_model_reads_it(qwen3_vl):
     assert "image 1   100x60 px, resized to 96x64: 6 tokens" in output
     assert "⟦<|vision_start|>⟧⟦image 1: 6 tokens⟧⟦<|vision_end|>⟧Is <|im_end|> a word?⟦<|im_end|>⟧\n" in output
     assert "tools     look(at)" in output and "answer    'no'" in output and "data      level=0" in output
+    assert "source    seeing" in output
     assert "resized   1 of 2 images change their size" in output
 
 

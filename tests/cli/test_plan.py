@@ -33,7 +33,7 @@ def test_every_gpu_recipe_fits_one_h100(monkeypatch, capsys, recipe):
 def test_a_mixture_of_experts_on_sixteen_gpus(monkeypatch, capsys):
     options = ["--gpus", "16", "--model.path", "Qwen/Qwen3-VL-30B-A3B-Instruct", "--engine", "sglang"]
     printed = planned(monkeypatch, capsys, "geo3k", "--gpu", "h100-80gb", *options)
-    assert "31070.8 M parameters" in printed and "16 GPUs of 2 nodes" in printed
+    assert "31.07 B parameters" in printed and "16 GPUs of 2 nodes" in printed
     assert "verdict   does not fit h100-80gb. It would with\n          --optim.offload: " in printed
     printed = planned(monkeypatch, capsys, "geo3k", "--gpu", "h100-80gb", *options, "--server.tp", "4")
     assert "verdict   fits h100-80gb" in printed

@@ -286,7 +286,7 @@ def test_seeds_are_stable_and_differ():
 
 def test_a_missing_mapped_column_lists_the_columns(tmp_path):
     path = str(jsonl(tmp_path / "a.jsonl", [{"problem": "x", "gold": "2"}]))
-    with pytest.raises(ValueError, match=r"maps 'prompt' to 'prompt'.*columns are: problem, gold"):
+    with pytest.raises(ValueError, match=r"no column 'prompt': set data.columns.*columns are: problem, gold"):
         load_tasks(Data(path))
     for name in ("images", "answer"):
         with pytest.raises(ValueError, match=rf"maps '{name}' to '{name}'"):
@@ -714,7 +714,7 @@ def test_a_folder_of_images_has_their_folders_as_answers(tmp_path):
     tasks = load_tasks(Data(str(folder), prompt="<image>What is this?", seed=None))
     assert [task.answer for task in tasks] == ["cat", "dog"] and all(len(task.images) == 1 for task in tasks)
     assert tasks[0].prompt[0]["content"][1] == {"type": "text", "text": "What is this?"}
-    with pytest.raises(ValueError, match=r"data\.columns maps 'prompt' to .* Its columns are: images"):
+    with pytest.raises(ValueError, match=r"has no column 'prompt': set data\.columns .* Its columns are: images"):
         load_tasks(Data(str(folder)))
 
 

@@ -1,6 +1,7 @@
 """The blocks of docs/extending.md, run as they stand."""
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from vlmrl.algos import LossInputs, choose, choose_all
+from vlmrl.algos.advantages import grpo
 from vlmrl.families import FAMILIES
 from vlmrl.weight_sync import SENDERS
 from vlmrl.weight_sync.base import SenderState, WeightUpdate
@@ -32,6 +34,13 @@ def test_the_loss_the_advantage_and_the_correction():
     assert advantage(torch.tensor([1.0, 0.0]), ["a", "a"]).tolist() == [0.5, -0.5]
     factors, metrics = correction(logprobs, torch.tensor([[-1.5, -4.0]]), ones)
     assert factors.tolist() == [[1.0, 0.5]] and metrics["far"].tolist() == [[0.0, 1.0]]
+
+
+def test_the_credit():
+    page = section("Credit")
+    rewards, states = [[1.0, 0.0], [0.0, 1.0], [0.0]], [["a", "b"], ["a", "b"], ["a"]]
+    found = page["own_reward"](rewards, states, ["g"] * 3, partial(grpo, scale_by_std=False))
+    assert [[round(value, 3) for value in row] for row in found] == [[0.667, -0.5], [-0.333, 0.5], [-0.333]]
 
 
 def test_the_filter_and_the_history_policy():

@@ -172,9 +172,12 @@ def test_a_tracker_is_named_by_its_file(tmp_path):
         "    def close(self, status): self.file.close()\n"
         "class Other: pass\n"
     )
-    with RunLog(tmp_path, trackers=open_trackers([f"{tmp_path}/mine.py:Lines"], tmp_path, {"name": "run.txt"})) as log:
+    folder = tmp_path / "runs/new"
+    with RunLog(folder, trackers=open_trackers([f"{tmp_path}/mine.py:Lines"], folder, {"name": "run.txt"})) as log:
         log.log(3, {"loss": 0.5})
-    assert (tmp_path / "run.txt").read_text() == "3 loss\n"
+    assert (folder / "run.txt").read_text() == "3 loss\n"
+    with pytest.raises(ValueError, match=r"report\.to Lines did not start: 'name'\.$"):
+        open_trackers([f"{tmp_path}/mine.py:Lines"], folder, {})
     with pytest.raises(ValueError, match="must be a subclass of"):
         tracker_classes([f"{tmp_path}/mine.py:Other"])
 

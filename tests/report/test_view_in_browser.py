@@ -225,6 +225,8 @@ def test_several_runs_are_compared(browser, folder, tmp_path):
     write_snapshot([FollowedRun(folder), FollowedRun(other)], tmp_path / "page.html", "two runs")
     browser.open(tmp_path / "page.html")
     together = browser.run("document.querySelectorAll('.chart').length")
+    key = "document.querySelector('.chart .legend svg path').getAttribute('stroke-dasharray')"
+    assert browser.run(key) == "5 4"  # the legend has a line's own dashes
     browser.click(".controls button", "side by side")
     assert browser.run("document.querySelectorAll('.chart').length") > together
     browser.press("4")

@@ -79,6 +79,7 @@ def test_a_mixture_plays_each_part_with_its_own_env_and_has_metrics_of_each(tmp_
         rollout=Rollout(group_size=2, max_turns=2, max_tokens=256, max_response_tokens=8, truncated_reward=0.0),
         optim=Optim(lr=1e-4),
         train=Train(steps=2, groups_per_batch=3),
+        eval=Eval(samples_per_task=2),
         save_model=False,
     )
     run, rows, summary = train(config)
@@ -90,7 +91,9 @@ def test_a_mixture_plays_each_part_with_its_own_env_and_has_metrics_of_each(tmp_
     assert rows[0]["eval/source/echo/trajectories"] == 3 * config.eval.samples_per_task
     echo = [row["eval/source/echo/reward/mean"] for row in rows if "eval/source/echo/reward/mean" in row][-1]
     assert summary["reward_after/echo"] == echo
-    assert re.search(rf"held-out reward after: .* \(echo {echo:.3f}\)", report(run, summary, 1.0))
+    solved = summary["reward_after_pass@2"]
+    assert solved == [row["eval/pass@2"] for row in rows if "eval/pass@2" in row][-1]
+    assert re.search(rf"held-out reward after: .* \(pass@2 {solved:.3f}, echo {echo:.3f}\)", report(run, summary, 1.0))
     assert run.spec is not None and run.spec.name.startswith("echo: Echo, letters: ")
 
 

@@ -173,6 +173,8 @@ def test_what_cannot_be_exported_is_said(full, tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="it holds no model, nor a checkpoint"):
         export_model(tmp_path, str(tmp_path / "out"))
+    with pytest.raises(ValueError, match="there is no such folder"):
+        export_model(tmp_path / "none", str(tmp_path / "out"))
     with pytest.raises(ValueError, match="new or an empty folder"):
         export_model(full, str(full))
 

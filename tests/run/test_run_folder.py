@@ -343,7 +343,6 @@ class NoAccount(Tracker):
     remedy = "Set OFFLINE=1."
 
     def __init__(self, folder: Path, config: dict[str, object]) -> None:
-        folder.mkdir(parents=True)
         (folder / "toy.txt").touch()
         raise RuntimeError("no account")
 

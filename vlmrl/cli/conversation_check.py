@@ -68,8 +68,8 @@ def _show(checker: CheckOutput, source: TaskSource, number: int) -> None:
     if len(rows) > 1:
         checker.say("rows", f"{len(rows)}, since the chat template changes earlier messages when others follow")
     for sample, row in zip(samples, rows, strict=True):
-        trained = sum(sample.loss_mask)
-        checker.say("tokens", f"{len(sample)}, of which {trained} have a loss, and {len(sample.media)} images")
+        trained, count = sum(sample.loss_mask), len(sample.media)
+        checker.say("tokens", f"{len(sample)}, of which {trained} have a loss, and {count} image{'s' * (count != 1)}")
         images, text = iter(enumerate((item.num_tokens for item in sample.media), start=1)), Text()
         for ids, is_trained in row.pieces:
             piece = checker.marked(ids, images)

@@ -124,6 +124,7 @@ class Checker(CheckOutput):
             self.say(f"image {index}", description)
         self.say("tools", ", ".join(map(_tool_name, tools)) or "none")
         self.say("answer", repr(task.answer))
+        self.say("source", task.source)
         if task.data:
             self.say("data", ", ".join(f"{key}={value!r:.60}" for key, value in task.data.items()))
         sizes = iter(enumerate((tokens for _, tokens in images), start=1))

@@ -54,7 +54,7 @@ class ViewCommand:
         if self.serve and self.out is not None:
             raise ValueError("--serve and --out: a page that is served is not written; use one of the two.")
         runs = [FollowedRun(folder) for folder in self.runs]
-        title = " and ".join(run.name for run in runs)
+        title = ", ".join(run.name for run in runs)
         if self.serve:
             self._serve(runs, title)
         else:

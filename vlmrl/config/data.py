@@ -80,7 +80,7 @@ class Data(RowSettings):
     section = "data"
     columns: Columns = field(default_factory=dict)
     """Columns of the dataset as pairs `FIELD COLUMN`, for example `prompt problem`. Those of the recipe stay for other fields.
-    Fields: `prompt`, `images` and `answer`, which default to columns of the same names, and the optional `id` and `source`."""
+    Fields: `prompt`, `images` and `answer`, which default to columns of the same names, and `id` and `source`, without a default."""
     prompt: str | None = None
     """Prompt of every row, for a dataset without a column of prompts, such as a folder of images: `<image>What is this?`."""
     system_prompt: str | None = None

@@ -238,10 +238,10 @@ def _checked_columns(data: Data, present: list[str]) -> dict[str, str]:
         if name == "prompt" and data.prompt is not None:
             require(name not in data.columns, "data.columns", "without prompt if data.prompt is set", data.columns)
         elif column not in present and (name == "prompt" or name in data.columns):
-            raise ValueError(
-                f"data.columns maps {name!r} to {column!r}, which {data.path!r} does not have. "
-                f"Its columns are: {', '.join(present)}"
-            )
+            what = f"data.columns maps {name!r} to {column!r}, which {data.path!r} does not have"
+            if name not in data.columns:
+                what = f"{data.path!r} has no column 'prompt': set data.columns prompt COLUMN, or data.prompt"
+            raise ValueError(f"{what}. Its columns are: {', '.join(present)}")
     given = set() if data.prompt is None else {"prompt"}
     return {name: column for name, column in columns.items() if column in present or name in given}
 

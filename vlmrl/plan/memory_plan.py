@@ -347,6 +347,8 @@ def _sizes_of(parts: dict[str, float]) -> str:
 
 
 def _count(number: int) -> str:
+    if number >= 1e9:
+        return f"{number / 1e9:.2f} B"
     return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number / 1e3:.1f} k"
 
 

@@ -144,6 +144,7 @@ class Evaluator:
             self._summary[name] = result.reward
             self._summary[f"{name}_standard_error"] = result.standard_error
             self._summary[f"{name}_tasks_left_out"] = float(result.left_out.total)
+            self._summary |= {f"{name}_pass@{k}": metrics[f"{kind}/pass@{k}"] for k in result.ks[1:]}
             for part in self._run.config.mixture:
                 if (mean := metrics.get(f"{kind}/source/{part}/reward/mean")) is not None:
                     self._summary[f"{name}/{part}"] = mean

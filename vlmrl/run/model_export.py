@@ -54,9 +54,8 @@ def _found_in(source: Path, adapters: bool) -> Path:
     what = "adapters" if adapters else "model"
     newest = newest_weights(source, what)
     if newest is None:
-        raise ValueError(
-            f"{source} must be a run, a checkpoint or a saved model, but it holds no {what}, nor a checkpoint."
-        )
+        found = f"it holds no {what}, nor a checkpoint" if source.exists() else "there is no such folder"
+        raise ValueError(f"{source} must be a run, a checkpoint or a saved model, but {found}.")
     real, folder = Path(os.path.realpath(newest)), Path(os.path.realpath(source))
     if real != folder / newest.relative_to(source):
         raise ValueError(

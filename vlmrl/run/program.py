@@ -307,9 +307,10 @@ def summary_of(run: Run) -> str:
 def _training(config: Config) -> list[str]:
     """The plan of the training steps."""
     train, group_size = config.train, config.rollout.group_size
+    credit = "" if config.algo.credit == "trajectory" else f" (credit {short_name(config.algo.credit)})"
     lines = [
         f"training  {train.steps} step{'s' * (train.steps != 1)} of {train.groups_per_batch} groups x {group_size} = "
-        f"{train.groups_per_batch * group_size} trajectories; {short_name(config.algo.advantage)} + "
+        f"{train.groups_per_batch * group_size} trajectories; {short_name(config.algo.advantage)}{credit} + "
         f"{short_name(config.algo.loss)}, lr {config.optim.lr:g}"
     ]
     warmup, steps = config.optim.warmup_steps, train.steps * train.steps_per_batch
@@ -341,7 +342,10 @@ def report(run: Run, summary: dict[str, float], seconds: float) -> str:
             parts = [
                 f"{part} {summary[f'{key}/{part}']:.3f}" for part in run.config.mixture if f"{key}/{part}" in summary
             ]
-            notes = [f"{left_out:.0f} tasks left out"] * bool(left_out) + parts
+            passed = [
+                f"{k.removeprefix(f'{key}_')} {v:.3f}" for k, v in summary.items() if k.startswith(f"{key}_pass@")
+            ]
+            notes = [f"{left_out:.0f} tasks left out"] * bool(left_out) + passed + parts
             note = f" ({', '.join(notes)})" if notes else ""
             lines.append(f"held-out reward {title}: {summary[key]:.3f} ± {summary[f'{key}_standard_error']:.3f}{note}")
     chance, error = run.config.eval.chance, summary.get("reward_blanked_standard_error", 0.0)

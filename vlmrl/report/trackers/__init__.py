@@ -22,6 +22,7 @@ from vlmrl.report.trackers.base import Number, Status, TableRow, Tracker, kept_i
 from vlmrl.report.trackers.tensorboard import TensorBoardTracker
 from vlmrl.report.trackers.tracker_threads import Say, Trackers
 from vlmrl.report.trackers.wandb import WandbTracker
+from vlmrl.utils.output_files import output_errors
 
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoardTracker,
@@ -72,19 +73,24 @@ def _tracker_class(name: str) -> type[Tracker]:
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any], say: Say = print) -> Trackers:
-    """The trackers of these names, open. ``config`` is the run's config as a dict (see `records.plain`).
+    """The trackers of these names, open. The run's ``folder`` is made for them; ``config`` is its config as a dict (`records.plain`).
 
     Raises:
         ValueError: as :func:`tracker_classes`, or a tracker does not start, such as one that finds no account.
     """
     opened: dict[str, Tracker] = {}
-    for name, kind in tracker_classes(names).items():
+    kinds = tracker_classes(names)
+    if kinds:
+        with output_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    for name, kind in kinds.items():
         try:
             opened[name] = kind(folder, config)
         except Exception as error:
             for tracker in opened.values():
                 tracker.close("failed")
+            remedy = "" if kind.remedy == Tracker.remedy else f" {kind.remedy}"
             raise ValueError(
-                f"report.to {name} did not start: {str(error) or type(error).__name__}. {kind.remedy}"
+                f"report.to {name} did not start: {str(error) or type(error).__name__}.{remedy}"
             ) from error
     return Trackers(opened, folder, say=say)

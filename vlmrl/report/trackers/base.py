@@ -76,7 +76,7 @@ class Tracker:
 
     package: ClassVar[str | None] = None
     """A package that must be installed."""
-    remedy: ClassVar[str] = "Its metrics.jsonl has every row."
+    remedy: ClassVar[str] = "The run's metrics.jsonl has every row."
     """What to do if a method fails."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:

@@ -26,7 +26,6 @@ class WandbTracker(Tracker):
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self._wandb = import_extra("wandb", "wandb")
-        folder.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "vlmrl"),
             name=config["name"],

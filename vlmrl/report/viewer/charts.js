@@ -150,10 +150,9 @@ function legend(shapes) {
       el(
         "span",
         {},
-        el("i", {
-          class: s.ring ? "ring" : s.dots ? "dot" : s.dash ? "dashed" : "",
-          css: { "--colour": s.key ?? s.colour },
-        }),
+        s.dash && !s.dots
+          ? svg("svg", {}, line({ points: [0, 26], dash: s.dash, colour: s.key ?? s.colour }, (x) => `${x},2`))
+          : el("i", { class: s.ring ? "ring" : s.dots ? "dot" : "", css: { "--colour": s.key ?? s.colour } }),
         s.name,
       ),
     ),

@@ -27,7 +27,7 @@ const PANELS = [
   ["Truncated trajectories", { truncated: "fraction" }],
   ["Failed trajectories", { failed: "count" }],
 ];
-const DASHES = [null, "5 4", "2 3", "9 3 2 3"];
+const DASHES = [null, "5 4", "2 3", "9 3 2 3", "12 2"];
 const SPARSE = /^(eval|blanked)\//; // measured now and then: with dots, never smoothed
 
 const pointsOf = (r, name) => r.metrics.filter((row) => known(row[name])).map((row) => [row.step, row[name]]);
@@ -58,7 +58,7 @@ function lines(r, name, label, position, alone) {
     name: label,
     label: alone ? label : `${r.name}, ${label}`,
     colour,
-    dash: alone ? null : DASHES[position % 4],
+    dash: alone ? null : DASHES[position % 5],
     key: alone ? null : "var(--muted)",
     ring: name.startsWith("blanked/"),
     raw: new Map(points),
