@@ -199,9 +199,8 @@ async def save_stopped(run: Run, trainer: RunTrainer, state: LoopState, progress
     if checkpoint_first:
         await _save_last_checkpoint(run, trainer, state, progress)
     save_summary(run, state)
-    has_weights = run.config.save_model and trainer.steps_done > 0
-    if has_weights:
-        has_weights = _save_last_weights(run, trainer, progress, with_adapters=True)
+    wants_weights = run.config.save_model and trainer.steps_done > 0
+    has_weights = wants_weights and _save_last_weights(run, trainer, progress, with_adapters=True)
     if not checkpoint_first and await _save_last_checkpoint(run, trainer, state, progress) and has_weights:
         for name in [name for name in SAVED_LAST if (run.folder / name).exists()]:
             record_saved(run.folder, name)  # they are of the same step as the checkpoint, and servers load them
