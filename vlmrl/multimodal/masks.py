@@ -80,7 +80,8 @@ def masked_rows(
             rows.append(MaskedRow([], []))
         is_trained = not trained or trained[number]
         if is_trained and str(clean[place].get("reasoning_content") or "").strip() not in response:
-            raise RowError("template", f"message {place}: the chat template does not show its reasoning_content.")
+            where = f"message {place}: the chat template does not show its reasoning_content"
+            raise RowError("template", f"{where}: put it into the content, or remove it.")
         ids = renderer.encode_written(response)
         rows[-1].pieces += [(renderer.encode_written(prompt[len(known) :]), False), (ids, is_trained)]
         known = prompt + response

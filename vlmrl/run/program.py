@@ -162,7 +162,8 @@ def _train(
         progress.say(summary_of(run))
         checkpoint = run.checkpoints.newest() if resume else None
         if resume and checkpoint is None:
-            progress.say(f"resume    there is no checkpoint in {run.folder}: the run starts at step 0")
+            why = "" if run.config.checkpoint.every else " (checkpoint.every is 0)"
+            progress.say(f"resume    there is no checkpoint in {run.folder}{why}: the run starts at step 0")
         if checkpoint is not None and has_finished(run.config, checkpoint, run.held_out is not None):
             done = f"{trained_steps(run.folder)} of {run.config.train.steps} steps"
             progress.say(f"nothing is left to train: the run has {done}; raise train.steps")
