@@ -234,8 +234,8 @@ class GatewayApp:
         self._held += more
         opened.held += more
         exchange.held = size
-        left = self._max_held - self._held
-        if more > 0 and (left < 0 or size < opened.held > left):
+        left, has_others = self._max_held - self._held, opened.held > size
+        if more > 0 and (left < 0 or (has_others and opened.held > left)):
             raise ChatError(
                 503, "busy", f"the requests that arrive now have too many of {self._max_held} bytes: try again."
             )
