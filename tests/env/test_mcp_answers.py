@@ -318,18 +318,20 @@ for line in sys.stdin:
         result = {"tools": [{"name": "add", "description": "Adds.", "inputSchema": {"type": "object"}}]}
     elif method == "tools/call":
         result = {"content": [{"type": "text", "text": TEXT}], "structuredContent": {"a": VALUES}}
-    if "id" in message and result is not None:
-        answer = json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}, ensure_ascii=False)
+    if "id" in message:
+        outcome = {"error": {"code": -32601, "message": "unknown"}} if result is None else {"result": result}
+        answer = json.dumps({"jsonrpc": "2.0", "id": message["id"], **outcome}, ensure_ascii=False)
         sys.stdout.buffer.write(answer.encode() + b"\\n")
         sys.stdout.flush()
 """
 
 
-def played_with_command(folder: Path, text: str, values: str = "[]") -> Any:
+def played_with_command(folder: Path, text: str, values: str = "[]", **limits: Any) -> Any:
     """An episode with a server that is a command, and answers a call with the values of two Python expressions."""
     (program := folder / "server.py").write_text(COMMAND_SERVER.replace("TEXT", text).replace("VALUES", values))
     options = {"server": shlex.join([sys.executable, str(program)])}
-    return play(Adder, [CALL, "done"], options=options, max_turns=2, max_tokens=300_000, max_env_retries_per_turn=0)
+    limits |= {"max_turns": 2, "max_tokens": 300_000, "max_env_retries_per_turn": 0}
+    return play(Adder, [CALL, "done"], options=options, **limits)
 
 
 def test_an_answer_of_a_command_comes_in_many_parts(tmp_path: Path):
@@ -351,3 +353,28 @@ def test_an_answer_of_a_command_over_a_limit_fails_its_trajectory(tmp_path: Path
     """A tool that reads a file reads one of any size: 50 MB kept the event loop of all episodes busy for a minute."""
     trajectory = played_with_command(tmp_path, text, values)
     assert trajectory.ending == "error" and reason in trajectory.error
+
+
+def test_a_command_that_reads_no_answers_has_few_requests_in_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The client has a task for each. Ending those of 150,000 stopped the event loop of all episodes for 4 s."""
+    tasks, original = [0], mcp_stdio._message
+
+    def counted(stdio: Any, line: bytes) -> Any:
+        tasks.append(len(asyncio.all_tasks()))
+        return original(stdio, line)
+
+    played_with_command(tmp_path, "'x'")  # imports the client, which takes longer than a call may below
+    monkeypatch.setattr(mcp_stdio, "_message", counted)
+    ping = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "ping"})
+    trajectory = played_with_command(tmp_path, f"[print({ping!r}) for _ in range(20_000)] and ''", env_timeout=3)
+    assert trajectory.ending == "error" and "timed out" in trajectory.error
+    assert len(tasks) > mcp_stdio.MAX_WAITING, trajectory.error
+    assert max(tasks) < 2 * mcp_stdio.MAX_WAITING
+
+
+def test_a_command_that_reads_the_answers_may_ask_often(tmp_path: Path):
+    """An answer to a request of the server makes room for another."""
+    ping = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "ping"})
+    ask = f"[(print({ping!r}, flush=True), sys.stdin.readline()) for _ in range(300)] and 'asked'"
+    trajectory = played_with_command(tmp_path, ask)
+    assert not trajectory.failed and "asked" in decoded(trajectory.turns[1].prompt_ids)
