@@ -118,9 +118,10 @@ def test_a_template_that_hides_calls_or_loses_images_is_an_error_of_the_row():
     renderer = ours(plain)
     with pytest.raises(RowError, match="does not show the call of 'zoom'"):
         masked_rows(renderer, CALLS)
-    reasoned = [user("a"), {"role": "assistant", "content": "b", "reasoning_content": " So it is b.\n"}]
-    with pytest.raises(RowError, match="message 1: the chat template does not show its reasoning_content"):
-        masked_rows(renderer, reasoned)
+    for name in ("reasoning", "thinking", "reasoning_content"):
+        reasoned = [user("a"), {"role": "assistant", "content": "b", name: " So it is b.\n"}]
+        with pytest.raises(RowError, match=f"message 1: the chat template does not show its {name}: "):
+            masked_rows(renderer, reasoned)
     assert masked_rows(renderer, [*reasoned, user("c"), answer("d")], trained=[False, True])
     with pytest.raises(RowError, match="hold 1 images, but the chat template shows 0"):
         masked_rows(renderer, [user([IMAGE]), answer("b")])

@@ -93,6 +93,8 @@ def test_a_search_finds_responses_observations_and_errors_in_any_case(folder):
     assert run.search("TIMEOUTERROR") == [4, 9]
     assert run.search("timeouterror", step=2) == [9]
     assert run.search("no such text") == []
+    asked = iter([False, True])
+    assert run.search("timeouterror", ends=lambda: next(asked)) == []  # it reads no more than the first
     assert "higher" in search_text({"turns": [{"text": "5", "observation": "Higher"}]})
 
 

@@ -134,6 +134,11 @@ def test_a_stopped_run_without_checkpoints_saves_its_model_and_adapters_before_o
     assert newest_weights(tmp_path) == tmp_path / "model"  # of the same step; servers load no checkpoint
     assert newest_weights(tmp_path, "adapters") == tmp_path / "adapters"
 
+    run.folder, run.checkpoints, settings.save_model = tmp_path / "b", Checkpoints(tmp_path / "b/checkpoints", 2), False
+    run.folder.mkdir()
+    asyncio.run(save_stopped(run, trainer, LoopState(step=3), SimpleNamespace(say=said.append)))
+    assert run.checkpoints.newest() is None and not (run.folder / "model").exists()  # it saves no weights at all
+
 
 def test_adapters_give_the_merged_model_on_their_real_base(adapted, tmp_path):
     from peft import PeftModel

@@ -26,6 +26,7 @@ from vlmrl.utils.terminal import printable
 from vlmrl.utils.users_line import users_line
 
 RecipePath = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
+SFT_PATH = re.compile(r"--sft\.data\.[^.]+\.path")
 STANDARD_OUTPUT = 1  # its file descriptor
 
 
@@ -156,7 +157,7 @@ def with_one_source(recipe: Config, words: Sequence[str]) -> Config:
         return type(data)() if unset else data
 
     evaluation = replace(recipe.eval, data=replaced("--eval.data", recipe.eval.data))
-    named = {key.split(".")[2]: path for key, path in given.items() if re.fullmatch(r"--sft\.data\.[^.]+\.path", key)}
+    named = {key.split(".")[2]: path for key, path in given.items() if path and SFT_PATH.fullmatch(key)}
     sft = recipe.sft.data or {name.replace("-", "_"): Conversations(path) for name, path in named.items()}
     return replace(recipe, data=replaced("--data", recipe.data), eval=evaluation, sft=replace(recipe.sft, data=sft))
 

@@ -38,7 +38,8 @@ class SftCommand:
     """Python file with a function `config() -> Config`. It needs an env and tasks only for a held-out reward.
     `vlmrl sft recipe.py --sft.data.mine.path runs/x-episodes`: with conversations that a recipe without `sft.data` does not have.
     `vlmrl sft recipe.py --help`: list all options, which are those of `vlmrl train`.
-    `vlmrl train recipe.py --resume`: continue with reinforcement learning from the last checkpoint (`checkpoint.every`).
+    `vlmrl train recipe.py --resume`: continue with reinforcement learning from the last checkpoint (`checkpoint.every`),
+    with the same options.
     `vlmrl train recipe.py`: fine-tune and train in one run."""
 
     def run(self, options: Sequence[str]) -> None:

@@ -287,7 +287,7 @@ class Checkpoint(Settings):
 
     section = "checkpoint"
     every: int = 0
-    """Steps between checkpoints; a last one is written at the end. 0: only a stopped or failed run writes one.
+    """Steps between checkpoints; a last one is written at the end. 0: only a run that is stopped or fails.
     `--resume` continues from the newest."""
     keep: int = 2
     """Number of checkpoints to keep, the newest ones."""
@@ -295,7 +295,7 @@ class Checkpoint(Settings):
     """Also keep the model with the best held-out reward so far, in the run's folder `best`. Set `eval.every` with it."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "checkpoint.every", "0 (off) or more", self.every)
+        require(self.every >= 0, "checkpoint.every", "0 or more", self.every)
         require(self.keep >= 1, "checkpoint.keep", "1 or more", self.keep)
 
 

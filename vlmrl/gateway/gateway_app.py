@@ -228,7 +228,7 @@ class GatewayApp:
     def _hold(self, exchange: Exchange, opened: OpenEpisode, size: int) -> None:
         """Count ``size`` bytes of memory for a request. Raises ChatError if there is no room for them.
 
-        Several requests of one trajectory leave as much room to others as they take.
+        One beside others of its trajectory is also refused if the trajectory would hold more than is left free.
         """
         more = size - exchange.held
         self._held += more
@@ -237,7 +237,9 @@ class GatewayApp:
         left, has_others = self._max_held - self._held, opened.held > size
         if more > 0 and (left < 0 or (has_others and opened.held > left)):
             raise ChatError(
-                503, "busy", f"the requests that arrive now have too many of {self._max_held} bytes: try again."
+                503,
+                "busy",
+                f"the requests that arrive now hold too much of the {self._max_held} bytes for all: try again.",
             )
 
     def _release(self, exchange: Exchange, opened: OpenEpisode) -> None:

@@ -19,6 +19,8 @@ from vlmrl.multimodal.renderer import BASE, Renderer
 from vlmrl.types import ImageSource, Message
 
 PROBE: Message = {"role": "user", "content": "."}
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The fields of a message that transformers takes for its reasoning: the first one that is set."""
 
 
 class RowError(ValueError):
@@ -79,9 +81,8 @@ def masked_rows(
             known = ""
             rows.append(MaskedRow([], []))
         is_trained = not trained or trained[number]
-        if is_trained and str(clean[place].get("reasoning_content") or "").strip() not in response:
-            where = f"message {place}: the chat template does not show its reasoning_content"
-            raise RowError("template", f"{where}: put it into the content, or remove it.")
+        if is_trained:
+            _check_reasoning(clean[place], place, response)
         ids = renderer.encode_written(response)
         rows[-1].pieces += [(renderer.encode_written(prompt[len(known) :]), False), (ids, is_trained)]
         known = prompt + response
@@ -138,6 +139,14 @@ def _response(
     if renderer.stop_ids.isdisjoint(first):
         raise RowError("template", f"message {place}: the chat template writes no token that ends the response.")
     return whole[len(prompt) :] + renderer.decode(first)
+
+
+def _check_reasoning(message: Message, place: int, response: str) -> None:
+    """Raises RowError if the ``response`` lacks the message's reasoning, of the first field that is set."""
+    name = next((name for name in REASONING if message.get(name)), None)
+    if name is not None and str(message[name]).strip() not in response:
+        where = f"message {place}: the chat template does not show its {name}"
+        raise RowError("template", f"{where}: put it into the content as text, or remove it.")
 
 
 def _written(renderer: Renderer, clean: list[Message], schemas: list[dict[str, Any]] | None, *, generate: bool) -> str:

@@ -100,11 +100,11 @@ class LoopState:
 
     def end_stage(self, log: RunLog) -> None:
         """All steps of the stage are done."""
-        self.earlier_steps += self.step
-        log.trackers.earlier_steps = self.earlier_steps
+        log.trackers.earlier_steps = self.earlier_steps + self.step
 
     def begin(self, stage: Stage, batches: dict[str, Any], log: RunLog | None) -> None:
-        """Keep the state before the first step of ``stage``."""
+        """Keep the state before the first step of ``stage``, after the last step of the stage before it."""
+        self.earlier_steps += self.step
         self.stage = stage
         self.end_step(0, batches, log, evaluated=True)
 
@@ -190,20 +190,10 @@ def best_reward(folder: Path, saved: float | None) -> float | None:
 
 
 async def save_stopped(run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress) -> None:
-    """Save a run that was stopped: a checkpoint of its last step, then its weights.
-
-    With `checkpoint.every` 0 the weights come first: there may be no earlier checkpoint, and SIGTERM leaves few seconds.
-    """
-    checkpoint_first = run.config.checkpoint.every > 0
+    """Save a run that was stopped."""
     await _pause_last(run, progress, STOPPED_PAUSE)
-    if checkpoint_first:
-        await _save_last_checkpoint(run, trainer, state, progress)
     save_summary(run, state)
-    wants_weights = run.config.save_model and trainer.steps_done > 0
-    has_weights = wants_weights and _save_last_weights(run, trainer, progress, with_adapters=True)
-    if not checkpoint_first and await _save_last_checkpoint(run, trainer, state, progress) and has_weights:
-        for name in [name for name in SAVED_LAST if (run.folder / name).exists()]:
-            record_saved(run.folder, name)  # they are of the same step as the checkpoint, and servers load them
+    await _save_last(run, trainer, state, progress, checkpoint=True, with_adapters=True)
 
 
 async def save_after_failure(
@@ -211,28 +201,42 @@ async def save_after_failure(
 ) -> None:
     """Write what a run that failed has trained, if the engine and the trainer still allow it.
 
-    First a checkpoint of the last finished step, unless the trainer is ahead of that step or Ctrl-C ended the run; then the weights.
+    There is no checkpoint if the trainer is ahead of the last finished step, or Ctrl-C ended the run.
     """
     if not trainer.steps_done:
         return
     await _pause_last(run, progress, LAST_PAUSE)
-    if (
-        isinstance(error, Exception)
-        and not trainer.is_ahead
-        and await _save_last_checkpoint(run, trainer, state, progress)
-    ):
+    may_continue = isinstance(error, Exception) and not trainer.is_ahead
+    if await _save_last(run, trainer, state, progress, checkpoint=may_continue, with_adapters=False):
         progress.say(f"step {state.step} is saved: to continue from it, resume the run")
-    if run.config.save_model:
-        _save_last_weights(run, trainer, progress)
+
+
+async def _save_last(
+    run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress, *, checkpoint: bool, with_adapters: bool
+) -> bool:
+    """Write the weights of the last step and, if ``checkpoint``, a checkpoint of it. Returns whether there is one.
+
+    With `checkpoint.every` 0 the weights come first: there may be no earlier checkpoint, and they are written sooner: SIGTERM leaves few
+    seconds, and a rank may not answer after a failure.
+    """
+    weights_first = not run.config.checkpoint.every
+    saved = checkpoint and not weights_first and await _save_last_checkpoint(run, trainer, state, progress)
+    written = _save_last_weights(run, trainer, progress, with_adapters)
+    if checkpoint and weights_first:
+        saved = await _save_last_checkpoint(run, trainer, state, progress)
+        for name in written:
+            record_saved(run.folder, name)  # of the same step as the checkpoint, which servers do not load
+    return saved
 
 
 async def _save_last_checkpoint(run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress) -> bool:
     """Write a checkpoint of the last step, unless it has one. Returns whether it has one.
 
-    With `checkpoint.every` 0, a run that was stopped before its first step needs none. What else can be saved does not depend on it: a
-    rank may be gone, or the disk be full. That is said.
+    With `checkpoint.every` 0, a run that saves no model, or was stopped before its first step, gets none. What else can be saved does
+    not depend on it: a rank may be gone, or the disk be full. That is said.
     """
-    if not (run.config.checkpoint.every or state.step or state.earlier_steps):
+    config, has_trained = run.config, state.step > 0 or state.earlier_steps > 0
+    if not (config.checkpoint.every or (config.save_model and has_trained)):
         return False
     try:
         if run.checkpoints.newest() != run.checkpoints.path(state.step, state.stage):
@@ -254,19 +258,23 @@ async def _pause_last(run: Run, progress: RunProgress, seconds: float) -> None:
         progress.say(f"the engine did not release the GPUs to the trainer: {str(error) or type(error).__name__}")
 
 
-def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, with_adapters: bool = False) -> bool:
-    """Write the weights. Returns whether that succeeded.
+def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, with_adapters: bool) -> list[str]:
+    """Write the weights, unless `save_model` is off. Returns the names of the folders that were written.
 
     ``with_adapters``: those of LoRA too, which are gathered from all ranks: after a failure one may not answer.
     """
+    if not (run.config.save_model and trainer.steps_done):
+        return []
+    written = []
     try:
         _save_weights(run, trainer, run.folder / "model")
-        if with_adapters:
+        written.append("model")
+        if with_adapters and run.config.model.lora.rank:
             _save_adapters(run, trainer)
+            written.append("adapters")
     except (RuntimeError, OutputError) as error:  # the trainer may have failed, or the disk be full
         progress.say(f"the weights of the last step could not be saved: {error}")
-        return False
-    return True
+    return written
 
 
 def save_summary(run: Run, state: LoopState) -> None:

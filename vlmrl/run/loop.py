@@ -129,6 +129,8 @@ async def saved_at_the_end(
     try:
         yield
     except RunStopped:
+        if not run.config.checkpoint.every:
+            await recorder.finish()  # SIGTERM may leave too few seconds for the checkpoint, which comes last then
         if trainer.is_started:
             await save_stopped(run, trainer, state, progress)
         await recorder.finish()

@@ -24,6 +24,7 @@ from vlmrl.train.checkpoint import (
     check_tensors,
     complete_checkpoints,
     newest_checkpoint,
+    remove_parts,
 )
 from vlmrl.utils.json_files import read_object
 from vlmrl.utils.output_files import remove_folder
@@ -42,7 +43,9 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
     sizes, stage = state.log, state.stage
     check_sizes(config.folder, sizes)
     is_on = {"warm_start": bool(config.warm_start.steps), "sft": bool(config.sft.data), "train": True}
-    require(is_on[stage], stage, f"set to resume from {checkpoint}, which is in that stage", None)
+    setting = {"warm_start": "warm_start.steps", "sft": "sft.data"}.get(stage, stage)
+    rule = f"set to resume from {checkpoint}, which is in that stage: repeat the options of the run"
+    require(is_on[stage], setting, rule, None)
     past = stage == "train" and not config.train.steps and bool(config.sft.data)
     refuse_if(past, f"{checkpoint} is of training, after the fine-tuning: continue with `vlmrl train RECIPE --resume`.")
     changed = _changed(config.folder, config)
@@ -117,6 +120,7 @@ def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
     aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
     try:
         line = f"earlier   {folder} held a run of {steps} step{'s' * (steps != 1)}: it is now {aside}."
+        remove_parts(aside / "checkpoints")
         weights = f" --model.path {aside / 'model'} begins with its weights." if (aside / "model").exists() else ""
         none = f"It has no checkpoint to continue from.{weights}"
         yield f"{line} {_how_to_continue_earlier(aside) if checkpoints else none}"

@@ -113,7 +113,7 @@ def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> It
         if requested is None or number == signal.SIGTERM:
             stop.number = number  # before any call: a second signal may interrupt this handler
         if number == signal.SIGTERM and requested != signal.SIGTERM and grace_seconds is not None:
-            late = f"not saved within {grace_seconds:g} seconds after SIGTERM: the earlier files stay"
+            late = f"not all saved within {grace_seconds:g} seconds after SIGTERM: what is written by now stays"
             timer = threading.Timer(grace_seconds, _end_process, (number, late))
             timer.daemon = True
             timer.start()

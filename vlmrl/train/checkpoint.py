@@ -145,7 +145,7 @@ def readable(checkpoint: Path) -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints of one run, one after each ``every`` steps. Only the newest ``keep`` are kept."""
+    """The checkpoints of one run, one after each ``every`` steps if that is not 0. Only the newest ``keep`` are kept."""
 
     def __init__(self, folder: Path, keep: int, every: int = 0) -> None:
         self.folder = folder
@@ -153,7 +153,7 @@ class Checkpoints:
         self.every = every
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        """Whether to write one after ``step``. If ``every`` is 0: only after the last step of a run that was stopped and has one."""
+        """Whether to write one after ``step``. If ``every`` is 0: only after the last step of a run that has one already."""
         if self.every:
             return is_last or step % self.every == 0
         return is_last and self.newest() is not None
@@ -168,13 +168,18 @@ class Checkpoints:
     @contextmanager
     def new(self, step: int, stage: str = "train") -> Iterator[Path]:
         """A folder to write to. It becomes a checkpoint if the block raises no error."""
-        for prefix in STAGES.values():  # by a run that was killed while it wrote or deleted one
-            for left in self.folder.glob(f".{prefix}*"):
-                shutil.rmtree(left, ignore_errors=True)
+        remove_parts(self.folder)
         with atomic_folder(self.path(step, stage)) as partial:
             yield partial
         for old in complete_checkpoints(self.folder)[: -self.keep]:
             remove_folder(old)
+
+
+def remove_parts(folder: Path) -> None:
+    """Delete what a run that was killed while it wrote or deleted a checkpoint has left in its folder ``checkpoints``."""
+    for prefix in STAGES.values():
+        for left in folder.glob(f".{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from aiohttp import web
@@ -33,7 +33,15 @@ MOST_AT_ONCE = 4000  # entries of each list in one response
 MOST_SEARCHES = 2  # at once: each reads all trajectories, and the threads answer other requests, too
 IMMUTABLE = "private, max-age=31536000, immutable"  # an image's id is its content hash
 
-Answer = Callable[[FollowedRun, web.Request], web.Response]
+Read = Callable[[FollowedRun, web.Request], web.Response]
+Answer = Callable[[FollowedRun, web.Request], Awaitable[web.Response]]
+
+
+def _in_thread(read: Read) -> Answer:
+    async def answer(run: FollowedRun, request: web.Request) -> web.Response:
+        return await asyncio.to_thread(read, run, request)
+
+    return answer
 
 
 def create_view_app(runs: Sequence[FollowedRun], title: str, token: str | None = None) -> web.Application:
@@ -54,11 +62,11 @@ def create_view_app(runs: Sequence[FollowedRun], title: str, token: str | None =
         headers = {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}
         return web.Response(body=page, headers=headers)
 
-    def of_run(answer: Answer | None) -> Handler:
+    def of_run(answer: Answer) -> Handler:
         async def endpoint(request: web.Request) -> web.Response:
             try:
                 run = runs[_index(request.match_info["run"])]
-                return await (search(run, request) if answer is None else asyncio.to_thread(answer, run, request))
+                return await answer(run, request)
             except IndexError:
                 return web.Response(status=404, text="there is no such run, trajectory, log or image.")
             except (KeyError, ValueError) as error:
@@ -67,8 +75,9 @@ def create_view_app(runs: Sequence[FollowedRun], title: str, token: str | None =
         return endpoint
 
     app.router.add_get("/", front)
-    for path, answer in (ANSWERS | {"/search": None}).items():
-        app.router.add_get("/api/runs/{run}" + path, of_run(answer))
+    for path, read in READS.items():
+        app.router.add_get("/api/runs/{run}" + path, of_run(_in_thread(read)))
+    app.router.add_get("/api/runs/{run}/search", of_run(search))
     return guarded(app, token, MAX_BODY, public=("/",))
 
 
@@ -107,7 +116,7 @@ def _content(run: FollowedRun, path: Path) -> bytes:
         return file.read(MOST_BYTES)
 
 
-ANSWERS: dict[str, Answer] = {
+READS: dict[str, Read] = {
     "": _updates,
     "/trajectories/{number}": _trajectory,
     "/trajectories/{number}/log": _log,
