@@ -232,7 +232,7 @@ def test_a_stop_while_the_loss_is_measured_saves_the_step_that_was_trained(confi
 
 def test_a_stage_that_was_turned_off_cannot_be_resumed(config):
     run_training(replace(config, save_model=False))
-    with pytest.raises(ValueError, match=r"sft must be set to resume from .*sft000003"):
+    with pytest.raises(ValueError, match=r"sft\.data must be set to resume from .*sft000003, .*: repeat the options"):
         run_training(with_tasks(config, sft=SFT()), resume=True)
 
 

@@ -216,8 +216,8 @@ async def _save_last(
 ) -> bool:
     """Write the weights of the last step and, if ``checkpoint``, a checkpoint of it. Returns whether there is one.
 
-    With `checkpoint.every` 0 the weights come first, since there may be no earlier checkpoint: SIGTERM leaves few seconds, and a rank may
-    not answer after a failure.
+    With `checkpoint.every` 0 the weights come first, since there may be no earlier checkpoint: SIGTERM leaves few seconds, and
+    a rank may not answer after a failure.
     """
     weights_first = not run.config.checkpoint.every
     saved = checkpoint and not weights_first and await _save_last_checkpoint(run, trainer, state, progress)
