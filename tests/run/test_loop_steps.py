@@ -20,7 +20,7 @@ from vlmrl.env.base import Env, obs
 from vlmrl.env.session import EnvContractError
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
-from vlmrl.run import loop, stages, stopping
+from vlmrl.run import checkpointing, loop, stages, stopping
 from vlmrl.run.build import Run, build_run
 from vlmrl.run.loop import new_trainer
 from vlmrl.run.stopping import RunStopped, StopRequest
@@ -258,6 +258,22 @@ def test_a_stopped_run_saves_the_state_of_its_last_finished_step(small, stops, s
     again = small(eval=EVALUATED)
     again.train(one.saved)
     assert again.steps("loss") == [1, 2] and again.steps("eval/reward/mean") == [0, 1, 2]
+
+
+def test_without_checkpoints_a_stopped_run_has_its_curve_and_model_before_it_saves_one(small, monkeypatch):
+    """SIGTERM may end it while the checkpoint is written."""
+    one, found = small(stops=("play", 3), eval=EVALUATED, save_model=True), dict[str, bool]()
+    write = checkpointing.write_checkpoint
+
+    def watched(run: Run, *state: Any) -> None:
+        found.update({name: (run.folder / name).exists() for name in ("reward.png", "trajectories.html", "model")})
+        write(run, *state)
+
+    monkeypatch.setattr(checkpointing, "write_checkpoint", watched)
+    with pytest.raises(RunStopped):
+        one.train()
+    assert found == dict.fromkeys(found, True) and len(found) == 3
+    assert json.loads((one.saved / "run.json").read_text())["step"] == 1
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -83,8 +83,10 @@ def test_an_earlier_run_is_set_aside_and_the_command_that_continues_it_is_printe
 def test_a_run_without_a_checkpoint_says_that_it_cannot_go_on(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/metrics.jsonl").write_text(ROW)
+    (tmp_path / "x/checkpoints/.step000001.part").mkdir(parents=True)  # of a run that was killed while it saved
     message = message_of(tmp_path / "x")
     assert message is not None and message.endswith("It has no checkpoint to continue from.")
+    assert not any((tmp_path / "x.1/checkpoints").iterdir())
     (tmp_path / "x/model").mkdir(parents=True)
     message = message_of(tmp_path / "x")
     assert message is not None and message.endswith(f"--model.path {tmp_path / 'x.2/model'} begins with its weights.")

@@ -143,9 +143,8 @@ def memory_findings(config: Config) -> Iterator[Finding]:
     else:
         yield check_plan(plan.peak / GIB, plan.gpu.memory / GIB, plan.gpu.name)
     folder = existing_folder(Path(config.output_dir))
-    kept = (
-        config.checkpoint.keep + 1 if config.checkpoint.every else 1
-    )  # one more while it is written; one if a run is stopped
+    # With checkpoint.every, one more while it is written; without, that of a stopped run.
+    kept = config.checkpoint.keep + 1 if config.checkpoint.every else 1
     needed = 4 * plan.sizes.parameters + kept * 12 * plan.sizes.trained  # a model, and weights with two moments of Adam
     yield replace(check_disk(folder, shutil.disk_usage(folder).free / GIB, True, needed / GIB), check="checkpoints")
 

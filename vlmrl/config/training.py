@@ -287,7 +287,7 @@ class Checkpoint(Settings):
 
     section = "checkpoint"
     every: int = 0
-    """Steps between checkpoints; a last one is written at the end. 0: only a run that is stopped or fails.
+    """Steps between checkpoints; a last one is written at the end. 0: one only if the run is stopped or fails.
     `--resume` continues from the newest."""
     keep: int = 2
     """Number of checkpoints to keep, the newest ones."""

@@ -162,11 +162,7 @@ def _train(
         progress.say(summary_of(run))
         checkpoint = run.checkpoints.newest() if resume else None
         if resume and checkpoint is None:
-            why = (
-                ""
-                if run.config.checkpoint.every
-                else " (with checkpoint.every 0 only a run that is stopped or fails writes one)"
-            )
+            why = "" if run.config.checkpoint.every else " (checkpoint.every 0: only a stopped or failed run has one)"
             progress.say(f"resume    there is no checkpoint in {run.folder}{why}: the run starts at step 0")
         if checkpoint is not None and has_finished(run.config, checkpoint, run.held_out is not None):
             done = f"{trained_steps(run.folder)} of {run.config.train.steps} steps"
