@@ -276,6 +276,13 @@ def test_without_checkpoints_a_stopped_run_has_its_curve_and_model_before_it_sav
     assert json.loads((one.saved / "run.json").read_text())["step"] == 1
 
 
+def test_without_checkpoints_a_run_that_is_stopped_before_a_step_saves_none(small):
+    one = small(stops=("play", 1), save_model=True)
+    with pytest.raises(RunStopped):
+        one.train()
+    assert one.run.checkpoints.newest() is None
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(("name", "saved"), [("pause", None), ("push_weights", 2), ("resume", 2)])
 def test_a_stop_waits_for_no_server_that_hangs_in_an_update(small, monkeypatch, name, saved, staleness):
