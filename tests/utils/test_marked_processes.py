@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import subprocess
+import sys
 import uuid
 
 import pytest
@@ -13,18 +14,40 @@ from vlmrl.utils.marked_processes import MARK, kill_marked
 
 TRIES, SECONDS = 50, 60.0
 REPLACED = ["sh", "-c", f"setsid {'env ' * 100} sleep 3600 & echo started"]  # each env replaces itself by the next
+FORKING = """
+import os, time
+print("started", flush=True)
+for _ in range(300):
+    if os.fork():
+        os._exit(0)
+time.sleep(3600)
+"""
 
 
 @pytest.mark.slow
-def test_a_process_that_replaces_its_program_is_killed():
+@pytest.mark.parametrize(
+    "padding", [0, 20_000]
+)  # an environment above 8 KiB takes several reads: the program may be replaced between two
+def test_a_process_that_replaces_its_program_is_killed(padding):
     """A look may meet a process at a moment when its environment cannot be read."""
     for _ in range(TRIES):
-        mark, (end, held) = uuid.uuid4().hex, os.pipe()
-        environment = {**os.environ, MARK: mark}
-        process = subprocess.Popen(REPLACED, env=environment, stdout=subprocess.PIPE, stderr=held)
-        os.close(held)
-        with process, os.fdopen(end) as stderr:
-            assert process.stdout.readline() == b"started\n"
-            kill_marked(mark)
-            assert select.select([stderr], [], [], SECONDS)[0], "a process that holds the pipe is left"
-            assert stderr.read() == ""
+        _check_killed(REPLACED, padding)
+
+
+@pytest.mark.slow
+def test_a_process_that_starts_another_and_ends_leaves_none():
+    """Each of 300 processes starts the next and ends, so that a list of all processes is old before its last is looked at."""
+    for _ in range(5):
+        _check_killed([sys.executable, "-c", FORKING], 0)
+
+
+def _check_killed(command: list[str], padding: int) -> None:
+    mark, (end, held) = uuid.uuid4().hex, os.pipe()
+    environment = {**os.environ, "PADDING": "x" * padding, MARK: mark}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=held)
+    os.close(held)
+    with process, os.fdopen(end) as stderr:
+        assert process.stdout.readline() == b"started\n"
+        kill_marked(mark)
+        assert select.select([stderr], [], [], SECONDS)[0], "a process that holds the pipe is left"
+        assert stderr.read() == ""

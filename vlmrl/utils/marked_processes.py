@@ -17,25 +17,28 @@ ENVIRONMENT = slice(47, 49)  # the fields of /proc/PID/stat from its state on th
 def kill_marked(mark: str) -> None:
     """Kill all processes whose environment has ``VLMRL_PROCESS_MARK=mark``. Returns when none is found, or after some seconds.
 
-    Each look may miss one that was just started, so the last one has found none. Does nothing where there is no /proc.
+    A look may miss a process that was just started, by one that has ended since: the last look has met no new process, and found none.
+    Does nothing where there is no /proc.
     """
-    entry, until = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS
+    entry, until, known = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS, set[int]()
     while time.monotonic() < until:
         looks = {int(path.name): _is_marked(path, entry) for path in Path("/proc").glob("[0-9]*")}
         kill_processes(pid for pid, marked in looks.items() if marked)
-        if all(marked is False for marked in looks.values()):
+        if all(marked is False for marked in looks.values()) and looks.keys() <= known:
             return
+        known |= looks.keys()
         time.sleep(0.001)
 
 
 def _is_marked(process: Path, entry: bytes) -> bool | None:
-    """Whether a process has the mark; None while it replaces its program, when its environment cannot be read."""
+    """Whether a process has the mark; None while it replaces its program, when its environment cannot be read, or not to its end."""
     with contextlib.suppress(OSError):  # it has ended, or is another user's
-        if environment := (process / "environ").read_bytes():
-            return entry in environment
+        environment = (process / "environ").read_bytes()
+        if entry in environment:
+            return True
         (process / "exe").readlink()  # a zombie and a thread of the kernel have none
         begin, end = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[ENVIRONMENT]
-        if begin != end or end == "0":  # it is not empty, or not yet there
+        if end == "0" or len(environment) != int(end) - int(begin):
             return None
     return False
 
