@@ -127,6 +127,25 @@ def test_curves_leave_out_the_steps_of_a_warm_start(browser, page):
     assert browser.run("stepRange([{metrics: [{step: 3, 'sft/loss': 1}]}])") == [3, 3]
 
 
+def test_the_header_says_how_far_a_run_is(browser, page):
+    browser.open(page, "view=curves")
+    reward = json.loads(
+        browser.run("JSON.stringify(pointsOf(run(), 'eval/reward/mean').map((point) => format(point[1])))")
+    )
+    assert browser.texts("#progress") == [f"step 3 of 3 · held-out reward {reward[0]}"]
+    evaluated = "{step: 0, 'eval/reward/mean': 0.25}, {step: 1, 'eval/reward/mean': 0.5}"
+    rows = f"[{evaluated}, {{step: 1, trajectories: 8}}, {{step: 2, trajectories: 8}}]"
+    assert browser.run(f"progressOf({{metrics: {rows}, config: {{train: {{steps: 9}}}}}})") == (
+        "step 2 of 9 · held-out reward 0.25 → 0.5"
+    )
+    assert browser.run("progressOf({metrics: [], config: {}})") == ""
+
+
+def test_the_reward_of_guessing_is_a_level_of_the_rewards(browser, page):
+    browser.open(page, "view=curves")
+    assert [legend for legend in browser.texts(".chart") if "chance" in legend] == browser.texts(".chart")[:1]
+
+
 def test_tokens_have_colours_and_numbers(browser, page):
     browser.open(page, "view=trajectories")
     browser.wait("document.querySelectorAll('#main .token').length > 10")

@@ -36,7 +36,12 @@ def write_run_folder(
     """
     rng = random.Random(seed)
     (folder / "images").mkdir(parents=True)
-    config: dict[str, Any] = {"name": folder.name, "optim": {"lr": 1e-4}, "train": {"steps": steps}}
+    config: dict[str, Any] = {
+        "name": folder.name,
+        "optim": {"lr": 1e-4},
+        "train": {"steps": steps},
+        "eval": {"chance": 0.25},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     texts, trajectories, metrics = TokenTexts(decode), [], []
     for step in range(1, steps + 1):

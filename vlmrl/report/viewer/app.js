@@ -62,6 +62,7 @@ function prepare() {
 function drawHeader() {
   byId("title").textContent = runs.length === 1 ? run().name || START.title : START.title;
   byId("runs").replaceChildren(...(runs.length > 1 ? runs.map(runChip) : []));
+  byId("progress").textContent = runs.length === 1 ? progressOf(run()) : "";
   byId("tabs").replaceChildren(
     ...Object.entries(VIEWS)
       .filter(([, { has }]) => has())
@@ -74,6 +75,16 @@ function drawHeader() {
         ),
       ),
   );
+}
+
+/* How far a run is: its last step of how many, and the held-out rewards of its first evaluation and its last. */
+function progressOf(r) {
+  const step = pointsOf(r, "trajectories").at(-1)?.[0],
+    rewards = pointsOf(r, "eval/reward/mean").map(([, reward]) => format(reward)),
+    ends = rewards.length > 1 ? [rewards[0], rewards.at(-1)] : rewards;
+  return [step && `step ${step} of ${r.config.train?.steps ?? "?"}`, ends.length && `held-out reward ${ends.join(" \u2192 ")}`]
+    .filter(Boolean)
+    .join(" \u00b7 ");
 }
 
 /* With curves, a chip shows or hides its run; elsewhere it chooses it. */

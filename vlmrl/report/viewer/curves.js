@@ -70,12 +70,21 @@ function lines(r, name, label, position, alone) {
   ];
 }
 
+const level = (name, value, steps) => ({
+  name,
+  colour: "var(--muted)",
+  dash: "2 3",
+  points: steps.map((step) => [step, value]),
+});
+
 function panel([title, metrics]) {
   const list = shownRuns(),
     span = stepRange(list, Object.keys(metrics)),
     alone = list.length === 1;
-  const seriesOf = (r) =>
-    Object.entries(metrics).flatMap(([name, label], position) => lines(r, name, label, position, alone));
+  const seriesOf = (r) => [
+    ...Object.entries(metrics).flatMap(([name, label], position) => lines(r, name, label, position, alone)),
+    ...(alone && title === "Reward" && known(r.config.eval?.chance) ? [level("chance", r.config.eval.chance, span)] : []),
+  ];
   const marked = state.step;
   if (!state.apart || alone)
     return [chart({ title, series: list.flatMap(seriesOf), steps: span, pick: openStep, marked })];
