@@ -88,12 +88,13 @@ def test_prompts_that_are_too_long_and_those_that_leave_no_room_are_counted(qwen
 
 
 def test_rows_that_cannot_be_loaded_are_reported_and_fail_the_check(qwen3_vl, tmp_path):
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}]
+    strange = [{"role": "user", "content": {"type": "text", "text": "c"}}]  # no list: the template cannot write it
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}, {"prompt": strange, "answer": "1"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output, passed = shown(qwen3_vl, show=0, data=Data(str(tmp_path / "a.jsonl")))
-    assert not passed
+    output, passed = shown(qwen3_vl, show=3, data=Data(str(tmp_path / "a.jsonl"), seed=None))
+    assert not passed and "row 2 of " in output
     assert "problem" in output and "row 1 of " in output and "column 'answer' is empty" in output
-    assert "2 of 2 rows read" in output and "result    1 of 2 rows can be played, with 0 images" in output
+    assert "3 of 3 rows read" in output and "result    1 of 3 rows can be played, with 0 images" in output
 
 
 def png(size: tuple[int, int]) -> bytes:

@@ -20,6 +20,7 @@ from PIL import Image
 from testing.clocks import pass_time
 from testing.episodes import a_task, image, new_store, renderer, turn_loop
 from testing.fakes import make_trajectory
+from testing.templates import real_renderer
 
 from vlmrl import Env, obs
 from vlmrl.config import Algo, Data, Train
@@ -326,3 +327,27 @@ def test_failed_rows_of_a_group_are_in_the_metrics_of_the_step():
     rollouts.drop([make_trajectory("c", **failed, error="no", rejected=True, non_retryable=True)])
     rollouts.drop([make_trajectory("d", **failed, error="the browser crashed")])
     assert (rollouts.dropped_groups, rollouts.bad_rows, rollouts.rejected_groups) == (3, ["row 1: bad"], 1)
+
+
+@pytest.mark.parametrize("message", [{"text": "what?"}, {"value": "what?"}, {"content": None}])
+def test_a_message_without_content_is_a_bad_row(tmp_path, message):
+    """Its text may have another name: the model would read nothing, and be trained on that."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    calls = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": None}]
+    source = rows(
+        tmp_path, {"prompt": [{"role": "user"} | message]}, {"prompt": [{"role": "user", "content": "a"}, *calls]}
+    )
+    with pytest.raises(ValueError, match=r"row 0 .* a message of the role 'user' has no 'content', only 'role'"):
+        source[0]
+    assert len(source[1].prompt) == 3
+
+
+@pytest.mark.parametrize("role", ["human", "developer", "function", "User"])
+def test_a_message_of_a_role_that_the_template_leaves_out_is_a_bad_row(tmp_path, shared, role):
+    """Qwen's templates write nothing for ``human``: the question was lost, and the policy trained without it."""
+    source = rows(tmp_path, {"prompt": [{"role": "user", "content": "a"}, {"role": role, "content": "what?"}]})
+    loop = turn_loop(Once, lambda request, turn: "x")
+    loop.renderer = real_renderer(shared, "qwen3-vl", "qwen3_vl")
+    played = asyncio.run(loop.play(source[0], "g", "g/0"))
+    assert played.non_retryable and f"shows no message of the role '{role}'" in played.error
+    assert loop.renderer.prompt([{"role": "user", "content": "what?"}]).token_ids

@@ -197,6 +197,7 @@ def row(*talk, **columns):
 
 ASK, SAY = ("user", "a"), ("assistant", "b")
 IGNORED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+LACKING = [{"content": None}, {"text": "A"}, {"content": None, "refusal": "No."}, {"content": None, "tool_calls": []}]
 BAD = {
     "roles": [row(*talk) for talk in ([SAY], [ASK], [ASK, SAY, SAY], [("tool", "a"), SAY], [ASK, ("critic", "b")])],
     "marks": [row(("user", "<image><image>a"), SAY, images=["1.png"])],
@@ -205,6 +206,8 @@ BAD = {
     "unreadable": [
         *({"messages": each, "images": None} for each in ("no JSON", 7)),
         *({"messages": [IGNORED[0], IGNORED[1] | {"weight": weight}], "images": None} for weight in (0.5, "0", -1)),
+        *({"messages": [IGNORED[0], {"role": "assistant"} | each], "images": None} for each in LACKING),
+        {"messages": [{"role": "user", "text": "Q"}, {"role": "assistant", "content": "A"}], "images": None},
     ],
 }
 

@@ -57,8 +57,9 @@ def check_rows(source: TaskSource, count: int, length: PromptLength, advance: Ca
                 try:
                     task = source.make(row)
                     tokens = length.local(task)[0]
-                except ValueError as error:
-                    report.broken.append((row, _located(source.label(row), str(error))))
+                except Exception as error:  # a chat template raises errors of many kinds for a content of another type
+                    reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                    report.broken.append((row, _located(source.label(row), reason)))
                     room.release()
                     advance()
                     continue

@@ -111,7 +111,7 @@ class Checker(CheckOutput):
             rendered = new_history(self.config, self.reader.renderer, tools, self.policy).prompt(messages)
             images = [self._image(image) for image in rendered.images]
             own = self.count(task)
-        except (ValueError, EnvError) as error:
+        except (ValueError, TypeError, LookupError, EnvError) as error:  # templates raise many kinds
             return self.problem(f"draw {number}: {error}")
         self.console.print()
         self.console.print(Rule(f"[bold]{escape(task.id)}[/bold]", align="left", style="dim"))

@@ -19,7 +19,15 @@ from typing import Any
 from vlmrl.config import Config, Conversations
 from vlmrl.config.code import local_data
 from vlmrl.data.mixture import TaskMixture
-from vlmrl.data.row_images import MARK, OWN_SOURCE, RowImages, image_parts, json_as_written, without_nulls
+from vlmrl.data.row_images import (
+    MARK,
+    OWN_SOURCE,
+    RowImages,
+    content_problem,
+    image_parts,
+    json_as_written,
+    without_nulls,
+)
 from vlmrl.data.source import Row, TaskSource, held_out, task_seed
 from vlmrl.multimodal.masks import RowError
 from vlmrl.types import Message, Task
@@ -186,7 +194,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_roles(messages: Sequence[Message]) -> None:
-    """A system message or none, then the user; responses follow the user or tools, and tools follow responses."""
+    """A system message or none, then the user; responses follow the user or tools, and tools follow responses. All have content."""
     before: dict[Any, set[Any]] = {
         "system": {None},
         "user": {None, "system", "user", "assistant", "tool"},
@@ -195,6 +203,8 @@ def _check_roles(messages: Sequence[Message]) -> None:
     }
     last = None
     for place, message in enumerate(messages):
+        if problem := content_problem(message):
+            raise RowError("unreadable", f"message {place}: {problem}.")
         role = message["role"]
         if role not in before:
             raise RowError("roles", f"message {place} has the role {role!r}, not one of {', '.join(before)}.")

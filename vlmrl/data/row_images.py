@@ -88,6 +88,8 @@ class RowImages:
 
     def _message(self, message: Message) -> Message:
         """A copy with image parts in one form and without the empty keys that columnar files add."""
+        if problem := content_problem(message):
+            raise ValueError(f"{self.where}: {problem}")
         made = {key: value for key, value in message.items() if value is not None}
         if "tool_calls" in made:
             made["tool_calls"] = without_nulls(made["tool_calls"])
@@ -126,6 +128,17 @@ class RowImages:
         if found is None:
             raise ValueError(f"{self.where}: no image {str(path)!r:.200}. Looked at: {', '.join(tried):.1000}")
         return found
+
+
+def content_problem(message: Message) -> str:
+    """What is wrong with a message that has no content, such as one with its text under another name; else ``""``.
+
+    Without an error the prompt would lack its text, or an empty response would be trained. Calls and results of tools may have none.
+    """
+    if message.get("content") is not None or message.get("tool_calls") or message["role"] == "tool":
+        return ""
+    given = ", ".join(repr(key) for key, value in message.items() if value is not None)
+    return f"a message of the role {message['role']!r:.50} has no 'content', only {given:.200}"
 
 
 def image_parts(message: Message) -> list[dict[str, Any]]:

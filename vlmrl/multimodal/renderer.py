@@ -35,6 +35,7 @@ from vlmrl.types import ImageSource, Message
 from vlmrl.utils.kept import Kept
 
 BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
+ROLES = ("system", "user", "assistant", "tool")
 OUR_TEMPLATES = "`chatml`, `smolvlm` for SmolVLM, `glm` for GLM-V"  # for errors
 KEPT_BYTES = 32 * 2**20  # of the texts, and of the token ids, of sets of tools: agents choose their tools themselves
 LONG_HEAD = 1000  # characters; encoding them takes longer than finding their ids
@@ -367,11 +368,21 @@ class Renderer:
         images: list[ImageSource] = []
         clean = []
         for message in messages:
+            self._check_role(message.get("role"))
             safe = map_texts({key: value for key, value in message.items() if key != "content"}, self._tokens.escape)
             clean.append(safe | {"content": self._clean_content(message, images)})
         if images and self.image_token is None:
             raise ValueError(f"messages hold {len(images)} images, but the model reads text only.")
         return clean, images
+
+    def _check_role(self, role: Any) -> None:
+        """Raise ValueError for a role such as ``human``, whose messages many templates leave out without an error."""
+        if role in ROLES:
+            return
+        if "shown" not in self.write([*BASE, {"role": role, "content": "shown"}], None):
+            raise ValueError(
+                f"the chat template shows no message of the role {role!r:.50}: use one of {', '.join(ROLES)}."
+            )
 
     def clean_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """The tools with added tokens escaped, for :meth:`write`."""
