@@ -407,17 +407,14 @@ def test_a_first_step_that_fails_after_a_warm_start_loses_none_of_it(small):
 def test_the_weights_of_a_warm_start_outlive_an_update_that_fails(small, monkeypatch):
     """Such as the first one of a run, for which a GPU has too little memory."""
 
-    def fails(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
     def watched(run: Run) -> Any:
-        monkeypatch.setattr(Trainer, "_update", fails)  # of the run, no longer of the warm start
+        monkeypatch.setattr(Trainer, "_update", None)  # of the run, no longer of the warm start
         return new_trainer(run)
 
     warm = WarmStart(demonstrate=demonstrate, steps=1, trajectories_per_step=1)
     one = small(warm_start=warm, save_model=True)
     monkeypatch.setattr(loop, "new_trainer", watched)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(TypeError):
         one.train()
     assert (one.run.folder / "model/config.json").exists() and one.run.checkpoints.newest() is None
 
