@@ -404,19 +404,20 @@ def test_a_first_step_that_fails_after_a_warm_start_loses_none_of_it(small):
     assert again.steps("sft/loss") == [1] and again.steps("loss") == [1, 2]
 
 
-def test_the_weights_of_a_warm_start_outlive_an_update_that_fails(small, monkeypatch):
-    """Such as the first one of a run, for which a GPU has too little memory."""
+@pytest.mark.parametrize("method", ["_update", "__init__"])
+def test_the_weights_of_a_warm_start_outlive_a_trainer_that_fails(small, monkeypatch, method):
+    """A GPU may have too little memory for the first update of a run, or for its teacher."""
 
     def watched(run: Run) -> Any:
-        monkeypatch.setattr(Trainer, "_update", None)  # of the run, no longer of the warm start
+        monkeypatch.setattr(Trainer, method, None)  # of the run, no longer of the warm start
         return new_trainer(run)
 
-    warm = WarmStart(demonstrate=demonstrate, steps=1, trajectories_per_step=1)
-    one = small(warm_start=warm, save_model=True)
+    one = small(warm_start=WarmStart(demonstrate=demonstrate, steps=1, trajectories_per_step=1), save_model=True)
     monkeypatch.setattr(loop, "new_trainer", watched)
     with pytest.raises(TypeError):
         one.train()
     assert (one.run.folder / "model/config.json").exists() and one.run.checkpoints.newest() is None
+    assert "could not be saved" not in one.said.getvalue()
 
 
 def test_an_asynchronous_step_is_finished_and_saved_when_the_evaluation_before_it_failed(small):

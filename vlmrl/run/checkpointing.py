@@ -201,20 +201,15 @@ async def save_after_failure(
 ) -> None:
     """Write what a run that failed has trained, also in earlier stages, if the engine and the trainer still allow it.
 
-    There is no checkpoint if the trainer is ahead of the last finished step, or Ctrl-C ended the run.
+    There is no checkpoint if the trainer is ahead of the last finished step or could not be started, or Ctrl-C ended the run.
     """
-    if not _has_trained(trainer, state):
+    if not trainer.has_trained:
         return
     await _pause_last(run, progress, LAST_PAUSE)
-    may_continue = isinstance(error, Exception) and not trainer.is_ahead
+    may_continue = isinstance(error, Exception) and trainer.is_started and not trainer.is_ahead
     if await _save_last(run, trainer, state, progress, checkpoint=may_continue, with_adapters=False):
         last = f"step {state.step}" if state.step else f"what came before the first step ({state.stage})"
         progress.say(f"{last} is saved: to continue from it, resume the run")
-
-
-def _has_trained(trainer: RunTrainer, state: LoopState) -> bool:
-    """Whether there are weights to save: each stage has a new trainer, which begins with those of the stages before it."""
-    return trainer.steps_done > 0 or state.step > 0 or state.earlier_steps > 0
 
 
 async def _save_last(
@@ -227,7 +222,7 @@ async def _save_last(
     """
     weights_first = not run.config.checkpoint.every
     saved = checkpoint and not weights_first and await _save_last_checkpoint(run, trainer, state, progress)
-    written = _save_last_weights(run, trainer, state, progress, with_adapters)
+    written = _save_last_weights(run, trainer, progress, with_adapters)
     if checkpoint and weights_first:
         saved = await _save_last_checkpoint(run, trainer, state, progress)
         for name in written:
@@ -264,14 +259,12 @@ async def _pause_last(run: Run, progress: RunProgress, seconds: float) -> None:
         progress.say(f"the engine did not release the GPUs to the trainer: {str(error) or type(error).__name__}")
 
 
-def _save_last_weights(
-    run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress, with_adapters: bool
-) -> list[str]:
+def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, with_adapters: bool) -> list[str]:
     """Write the weights, unless `save_model` is off. Returns the names of the folders that were written.
 
     ``with_adapters``: those of LoRA too, which are gathered from all ranks: after a failure one may not answer.
     """
-    if not (run.config.save_model and _has_trained(trainer, state)):
+    if not (run.config.save_model and trainer.has_trained):
         return []
     written = []
     try:
