@@ -24,6 +24,7 @@ from vlmrl.run import checkpointing, loop, stages, stopping
 from vlmrl.run.build import Run, build_run
 from vlmrl.run.loop import new_trainer
 from vlmrl.run.stopping import RunStopped, StopRequest
+from vlmrl.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -385,6 +386,38 @@ def test_a_run_that_fails_outside_an_update_saves_the_state_of_its_last_finished
     again = small(**settings)
     again.train(one.saved)
     assert again.steps("loss") == [1, 2, 3] and again.steps("eval/reward/mean") == [0, 1, 2, 3]
+
+
+def test_a_first_step_that_fails_after_a_warm_start_loses_none_of_it(small):
+    """The trainer of the run has taken no step then, and without `checkpoint.every` the stage before it has no checkpoint."""
+    settings = {"warm_start": WarmStart(demonstrate=demonstrate, steps=1, trajectories_per_step=1), "save_model": True}
+    one = small(fails=("play", 2), **settings)
+    with pytest.raises(EnvContractError):
+        one.train()
+    state = json.loads((one.saved / "run.json").read_text())
+    assert (state["stage"], state["step"], state["earlier_steps"]) == ("train", 0, 1)
+    assert (
+        one.run.folder / "model/config.json"
+    ).exists() and "before the first step (train) is saved" in one.said.getvalue()
+    again = small(**settings)
+    again.train(one.saved)
+    assert again.steps("sft/loss") == [1] and again.steps("loss") == [1, 2]
+
+
+@pytest.mark.parametrize("method", ["_update", "__init__"])
+def test_the_weights_of_a_warm_start_outlive_a_trainer_that_fails(small, monkeypatch, method):
+    """A GPU may have too little memory for the first update of a run, or for its teacher."""
+
+    def watched(run: Run) -> Any:
+        monkeypatch.setattr(Trainer, method, None)  # of the run, no longer of the warm start
+        return new_trainer(run)
+
+    one = small(warm_start=WarmStart(demonstrate=demonstrate, steps=1, trajectories_per_step=1), save_model=True)
+    monkeypatch.setattr(loop, "new_trainer", watched)
+    with pytest.raises(TypeError):
+        one.train()
+    assert (one.run.folder / "model/config.json").exists() and one.run.checkpoints.newest() is None
+    assert "could not be saved" not in one.said.getvalue()
 
 
 def test_an_asynchronous_step_is_finished_and_saved_when_the_evaluation_before_it_failed(small):

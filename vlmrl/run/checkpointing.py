@@ -199,16 +199,17 @@ async def save_stopped(run: Run, trainer: RunTrainer, state: LoopState, progress
 async def save_after_failure(
     run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress, error: BaseException
 ) -> None:
-    """Write what a run that failed has trained, if the engine and the trainer still allow it.
+    """Write what a run that failed has trained, also in earlier stages, if the engine and the trainer still allow it.
 
-    There is no checkpoint if the trainer is ahead of the last finished step, or Ctrl-C ended the run.
+    There is no checkpoint if the trainer is ahead of the last finished step or could not be started, or Ctrl-C ended the run.
     """
-    if not trainer.steps_done:
+    if not trainer.has_trained:
         return
     await _pause_last(run, progress, LAST_PAUSE)
-    may_continue = isinstance(error, Exception) and not trainer.is_ahead
+    may_continue = isinstance(error, Exception) and trainer.is_started and not trainer.is_ahead
     if await _save_last(run, trainer, state, progress, checkpoint=may_continue, with_adapters=False):
-        progress.say(f"step {state.step} is saved: to continue from it, resume the run")
+        last = f"step {state.step}" if state.step else f"what came before the first step ({state.stage})"
+        progress.say(f"{last} is saved: to continue from it, resume the run")
 
 
 async def _save_last(
@@ -263,7 +264,7 @@ def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, wit
 
     ``with_adapters``: those of LoRA too, which are gathered from all ranks: after a failure one may not answer.
     """
-    if not (run.config.save_model and trainer.steps_done):
+    if not (run.config.save_model and trainer.has_trained):
         return []
     written = []
     try:

@@ -67,14 +67,14 @@ async def train(
             await prepare_training(run, log, progress, evaluator, state, checkpoint, stop)
         checkpoint = None
     if config.train.steps or not stages_of(config):
-        async with paused(run.engine):
-            trainer, buffer = new_trainer(run), new_buffer(run)
-            if checkpoint is None:
-                state.begin("train", buffer.state(), log)
-            else:
-                await restore(run, trainer, buffer, state, checkpoint)
-        loop = TrainingLoop(run, trainer, buffer, state, evaluator, recorder, progress, stop)
-        async with saved_at_the_end(run, trainer, state, recorder, progress):
+        async with saved_at_the_end(run, run.trainer, state, recorder, progress):
+            async with paused(run.engine):
+                trainer, buffer = new_trainer(run), new_buffer(run)
+                if checkpoint is None:
+                    state.begin("train", buffer.state(), log)
+                else:
+                    await restore(run, trainer, buffer, state, checkpoint)
+            loop = TrainingLoop(run, trainer, buffer, state, evaluator, recorder, progress, stop)
             try:
                 await loop.train_steps()
             finally:

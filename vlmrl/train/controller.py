@@ -44,6 +44,8 @@ class RunTrainer:
         """``commands`` reach the other ranks. None: there is one rank."""
         self.rank = rank
         self.steps_done = 0
+        self.has_trained = False
+        """Whether the weights are others than those that the run began with: a step of any stage was taken, or one was restored."""
         self.is_ahead = False
         """Whether a step has begun that the loop's state does not count yet: a checkpoint of that state would train it twice."""
         self._commands = commands
@@ -66,7 +68,7 @@ class RunTrainer:
     def step(self, samples: Sequence[Sample]) -> StepOutput:
         self.is_ahead = True
         output = self._call_on("step", samples)
-        self.steps_done = output.steps_done
+        self.steps_done, self.has_trained = output.steps_done, True
         return output
 
     def end_schedule_at(self, position: int) -> None:
@@ -91,6 +93,7 @@ class RunTrainer:
 
     def restore(self, checkpoint: Path) -> None:
         self.steps_done = self._call("restore", checkpoint)
+        self.has_trained = True
 
     def close(self) -> None:
         self._call("close")
