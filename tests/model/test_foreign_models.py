@@ -49,6 +49,20 @@ def test_code_in_a_models_folder_is_not_run(known, qwen3_vl, tmp_path, monkeypat
     assert not marker.exists()
 
 
+def test_code_that_a_part_of_a_config_names_is_not_run(tmp_path, monkeypatch):
+    """transformers makes a part of SmolVLM by its type, and asked about the code of one for which it has no model."""
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks whether to run the code"))
+    marker, folder = tmp_path / "code-has-run", Path(tiny.build(tmp_path / "model", "smolvlm"))
+    (folder / "modeling_own.py").write_text(f"import os\nos.makedirs({str(marker)!r})\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"model_type": "siglip_text_model", "auto_map": {"AutoModel": f"{folder}--modeling_own.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    for device in ("cpu", "meta"):
+        with pytest.raises(ValueError, match=r"Unrecognized configuration class"):
+            load_model(Model(path=str(folder), device=device), tmp_path, seed=0)
+    assert not marker.exists()
+
+
 class Code:
     def __init__(self, marker: Path) -> None:
         self.marker = marker

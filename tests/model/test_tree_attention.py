@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -127,3 +129,21 @@ def test_flex_attention_gives_what_a_dense_mask_gives(heads, tokens, monkeypatch
         got, _ = attend(torch.nn.Module(), *operands, None, scaling=0.3, tree=block_mask(ends))
     wanted = scaled_dot_product_attention(*operands, attn_mask=seen(ends), scale=0.3, enable_gqa=True)
     assert torch.allclose(got, wanted.transpose(1, 2), atol=5e-6)
+
+
+@pytest.mark.parametrize("made", ["by another user", "as another user's link", "by us"])
+def test_the_compiler_runs_no_code_from_a_folder_that_another_user_has_made(made, tmp_path, monkeypatch):
+    """It runs what it finds in /tmp/torchinductor_NAME: whoever made that folder first could run code as NAME."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("LOGNAME", "somebody")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    usual = Path(default_cache_dir())
+    if made == "by us":
+        for _ in range(2):
+            tree_attention._compiled_flex.__wrapped__()
+            assert usual.parent == tmp_path and usual.stat().st_mode & 0o777 == 0o700
+        return
+    usual.mkdir() if made == "by another user" else usual.symlink_to(tmp_path)
+    monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ValueError, match=r"torchinductor_somebody, .* belongs to another user: set .* TMPDIR"):
+        tree_attention._compiled_flex.__wrapped__()

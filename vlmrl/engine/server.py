@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from vlmrl.types import MediaItem
+from vlmrl.utils.folders import check_compiled_code
 from vlmrl.utils.tokens import bearer_token
 
 TOKEN_VARIABLE = "VLMRL_SERVER_TOKEN"
@@ -130,6 +131,7 @@ class LocalProcess:
 
     def start(self) -> None:
         self.launch.log.parent.mkdir(parents=True, exist_ok=True)
+        check_compiled_code()
         with self.launch.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *self.launch.command],

@@ -16,14 +16,14 @@ from torch import nn
 from vlmrl.families.base import Family
 from vlmrl.model.cached_attention import CACHE_NAMES
 from vlmrl.model.own_forward import Forward, use_forward
-from vlmrl.model.tree_attention import raise_recompile_limit
+from vlmrl.model.tree_attention import prepare_compiler
 
 
 def compile_layers(model: Any, family: Family) -> None:
     """Compile the decoder layers of a Hugging Face model, each at its first call. FSDP must shard them afterwards."""
     kinds, decoder = set(model._no_split_modules), family.parts["language_model"]
     layers = [m for name, m in model.named_modules() if type(m).__name__ in kinds and re.search(decoder, name + ".")]
-    raise_recompile_limit()
+    prepare_compiler()
     use_forward(layers, _compiled)
 
 

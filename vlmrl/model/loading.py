@@ -32,7 +32,13 @@ from vlmrl.families import family_of
 from vlmrl.families.base import Family, LargestImage
 from vlmrl.model import tiny
 from vlmrl.model.lora import add_lora, named_weights
-from vlmrl.model.model_files import check_config, check_tokenizer_files, check_weight_files, load_video_processor
+from vlmrl.model.model_files import (
+    check_config,
+    check_tokenizer_files,
+    check_weight_files,
+    forget_code,
+    load_video_processor,
+)
 from vlmrl.model.policy import Policy
 from vlmrl.model.progress_bars import without_progress_bars
 from vlmrl.multimodal.images import blank
@@ -347,7 +353,7 @@ def _check_model_folder(folder: Path) -> None:
 def _hf_config(path: str) -> Any:
     """The model's config. Raises OSError, in one line, if the hub does not have it or cannot be reached."""
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -360,6 +366,8 @@ def _hf_config(path: str) -> Any:
         raise OSError(
             f"model.path {path!r} is not a local folder, and loading it from the hub failed: {reason}"
         ) from error
+    forget_code(config)
+    return config
 
 
 def pick_device(name: str) -> torch.device:

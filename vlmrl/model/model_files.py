@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def check_config(path: str, config: Any) -> None:
 
     Quantized weights are not trained, and neither saved nor sent in that form. A file of weights may be an index of other files.
     """
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+    for part in _parts(config):
         if (quantized := getattr(part, "quantization_config", None)) is not None:
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
             raise ValueError(
@@ -51,6 +51,21 @@ def check_config(path: str, config: Any) -> None:
             f"model.path {path!r}: its config.json must not have transformers_weights, which names weights that servers do not "
             "read: remove it, and name that file model.safetensors, or model.safetensors.index.json for an index."
         )
+
+
+def forget_code(config: Any) -> None:
+    """Remove from a ``config``, of transformers, the code that it names: a model makes a part of it, such as SmolVLM's text model, by
+    the part's own type, and transformers asks on the terminal whether to run the code of a type for which it has no model."""
+    for part in _parts(config):
+        vars(part).pop("auto_map", None)
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A config and those of all its parts."""
+    yield config
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            yield from _parts(part)
 
 
 def check_tokenizer_files(path: str, config: Any) -> None:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vlmrl.model.cached_attention import CachedAttention, attend_cached
+from vlmrl.utils.folders import check_compiled_code
 
 NAME = "vlmrl_tree"
 BLOCK = 128  # side of flex attention's blocks, in tokens
@@ -125,8 +126,9 @@ def attend(
 AttentionInterface.register(NAME, attend)
 
 
-def raise_recompile_limit() -> None:
-    """Let a function have more compiled versions than torch's limit of 8, beyond which it runs uncompiled."""
+def prepare_compiler() -> None:
+    """Let a function have more compiled versions than torch's limit of 8, beyond which it runs uncompiled, and none of other users."""
+    check_compiled_code()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
 
 
@@ -137,7 +139,7 @@ def _compiled_flex() -> Any:
     transformers' own wrapper is made again at each change between training and evaluation. At torch's limit of 8 graphs, flex
     attention would go on uncompiled and compute all scores; with ``fullgraph`` that is an error.
     """
-    raise_recompile_limit()
+    prepare_compiler()
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 

@@ -1,10 +1,13 @@
-"""Folders that are written atomically, and the package's cache folder."""
+"""Folders that are written atomically, the package's cache folder, and that of torch's compiler."""
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 CACHE_VARIABLE = "VLMRL_CACHE"
@@ -13,6 +16,25 @@ CACHE_VARIABLE = "VLMRL_CACHE"
 
 def cache_root() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/vlmrl").expanduser()
+
+
+def check_compiled_code() -> None:
+    """Raises ValueError if another user owns the folder whose code torch's compiler runs, here or in a server program.
+
+    It is ``/tmp/torchinductor_NAME``, which any user of the machine can make first.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    folder = Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))  # torch's own choice
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)  # once it is ours, nobody else can put another in its place
+    if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:
+        raise ValueError(
+            f"the folder {folder}, from which torch's compiler runs code, belongs to another user: set the environment variable "
+            "TMPDIR to a folder of your own."
+        )
 
 
 def build_folder(folder: Path, build: Callable[[Path], object]) -> Path:
