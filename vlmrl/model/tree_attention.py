@@ -127,7 +127,10 @@ AttentionInterface.register(NAME, attend)
 
 
 def prepare_compiler() -> None:
-    """Let a function have more compiled versions than torch's limit of 8, beyond which it runs uncompiled, and none of other users."""
+    """Raise torch's limit of 8 compiled versions of a function, beyond which it runs uncompiled.
+
+    Raises ValueError if torch would run compiled code of another user.
+    """
     check_compiled_code()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
 

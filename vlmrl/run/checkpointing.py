@@ -236,8 +236,8 @@ async def _save_last_checkpoint(run: Run, trainer: RunTrainer, state: LoopState,
     With `checkpoint.every` 0, a run that saves no model, or was stopped before its first step, gets none. What else can be saved does
     not depend on it: a rank may be gone, or the disk be full. That is said.
     """
-    config, has_trained = run.config, state.step > 0 or state.earlier_steps > 0
-    if not (config.checkpoint.every or (config.save_model and has_trained)):
+    config = run.config
+    if not (config.checkpoint.every or (config.save_model and trainer.has_trained)):
         return False
     try:
         if run.checkpoints.newest() != run.checkpoints.path(state.step, state.stage):
