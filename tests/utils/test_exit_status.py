@@ -147,3 +147,35 @@ def test_a_run_whose_env_still_computes_ends_with_status_0(tmp_path: Path):
     done = subprocess.run([sys.executable, "recipe.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done in" in done.stdout and done.stdout.endswith("the code after the run is run\n")
+
+
+LEFT = """
+import asyncio, threading
+from vlmrl.utils import threads
+from vlmrl.utils.threads import keeping_exit_status, run_awake
+
+threads.GRACE_SECONDS = threads.END_SECONDS = 0.5
+
+async def ignores_that_it_is_cancelled():
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+
+async def program():
+    hung = [asyncio.create_task(asyncio.to_thread(threading.Event().wait)) for _ in range(100)]
+    hung.append(asyncio.create_task(threads.await_user_code(ignores_that_it_is_cancelled())))
+    await asyncio.sleep(0)
+    print(await asyncio.to_thread(lambda: "another call is made"))
+    return "the program goes on"
+
+with keeping_exit_status():
+    print(run_awake(program()))
+"""
+
+
+def test_a_program_ends_whatever_its_coroutines_left_in_threads_and_tasks():
+    done = ended(LEFT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "another call is made\nthe program goes on\n"
