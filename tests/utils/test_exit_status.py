@@ -179,3 +179,32 @@ def test_a_program_ends_whatever_its_coroutines_left_in_threads_and_tasks():
     done = ended(LEFT)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "another call is made\nthe program goes on\n"
+
+
+WAITS_FOR_ITS_OWN_THREAD = """
+import atexit, threading
+from concurrent.futures import ThreadPoolExecutor
+from vlmrl.utils import threads
+from vlmrl.utils.threads import DaemonPool, keeping_exit_status
+
+threads.GRACE_SECONDS = threads.END_SECONDS = 0.5
+started = threading.Event()
+
+def hangs():
+    started.set()
+    threading.Event().wait()
+
+def step():
+    with ThreadPoolExecutor(1) as pool:  # which waits for its thread, also after the TimeoutError
+        pool.submit(hangs).result(timeout=0.01)
+
+with keeping_exit_status():
+    DaemonPool("env").submit(step)
+    started.wait()
+    atexit.register(print, "registered functions are called")
+"""
+
+
+def test_a_program_ends_if_a_call_of_an_env_waits_for_a_thread_of_its_own_that_hangs():
+    done = ended(WAITS_FOR_ITS_OWN_THREAD)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "registered functions are called\n", "")

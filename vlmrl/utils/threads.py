@@ -30,7 +30,7 @@ from vlmrl.utils.users_line import text_of
 T = TypeVar("T")
 
 GRACE_SECONDS = 2.0  # at the end of a program, for threads that compute
-END_SECONDS = 10.0  # at the end of a loop, for tasks to end that were cancelled
+END_SECONDS = 10.0  # for the cancelled tasks of a loop to end, and for threads that are no daemons if a call hangs
 _BUSY: set[threading.Thread] = set()
 _ENDING = threading.Event()  # the interpreter ends: threads take no more calls
 
@@ -239,15 +239,18 @@ def keeping_exit_status() -> Iterator[None]:
         status = 130
         raise
     finally:
-        if _BUSY:
-            atexit.register(_end_without_finalization, status)
+        if _BUSY:  # before Python waits for all threads that are no daemons, such as those that a hung call of an env waits for
+            threading._register_atexit(_end_without_finalization, status)  # type: ignore[attr-defined]
 
 
 def _end_without_finalization(status: int) -> None:
-    """Called as the first of the functions registered with atexit: it calls the others, if it does not return."""
+    """Called before the functions that are registered with atexit: it calls them, if it does not return."""
     if _is_idle_within(GRACE_SECONDS):
         return
-    atexit.unregister(_end_without_finalization)
+    until = time.monotonic() + END_SECONDS
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():  # it may finish something
+            thread.join(max(0.0, until - time.monotonic()))
     atexit.unregister(_wait_for_busy_threads)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
