@@ -7,6 +7,7 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -188,3 +189,28 @@ def test_no_session_is_lost_while_responses_wait_for_longer_than_the_clients_tim
     assert gate.is_set()
     assert [(one.ending, one.error) for one in trajectories] == [("max_turns", None)] * 16
     assert not any(one.metrics.get("env_retries") for one in trajectories)
+
+
+def test_calls_that_an_async_env_makes_in_threads_and_that_hang_hold_up_no_session():
+    gate, entered = threading.Event(), threading.Semaphore(0)
+
+    def service() -> None:
+        entered.release()
+        assert gate.wait(LIMIT)
+
+    class Asks(Env):
+        async def reset(self):
+            await asyncio.to_thread(service)
+
+        def step(self, response_text: str):
+            return obs(), True, {"reward": 1.0}
+
+    with served(create_env_app(EnvServer(resolve_env(Asks)))) as url, httpx.Client(base_url=url, timeout=LIMIT) as http:
+        count = 40  # asyncio's own executor has 32 threads at most
+        with ThreadPoolExecutor(count) as clients:
+            starting = [clients.submit(http.put, f"/sessions/{number}", json=START) for number in range(count)]
+            try:
+                assert all(entered.acquire(timeout=LIMIT / 10) for _ in starting)
+            finally:
+                gate.set()
+        assert {start.result().status_code for start in starting} == {200}

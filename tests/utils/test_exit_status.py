@@ -147,3 +147,64 @@ def test_a_run_whose_env_still_computes_ends_with_status_0(tmp_path: Path):
     done = subprocess.run([sys.executable, "recipe.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done in" in done.stdout and done.stdout.endswith("the code after the run is run\n")
+
+
+LEFT = """
+import asyncio, threading
+from vlmrl.utils import threads
+from vlmrl.utils.threads import keeping_exit_status, run_awake
+
+threads.GRACE_SECONDS = threads.END_SECONDS = 0.5
+
+async def ignores_that_it_is_cancelled():
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+
+async def program():
+    hung = [asyncio.create_task(asyncio.to_thread(threading.Event().wait)) for _ in range(100)]
+    hung.append(asyncio.create_task(threads.await_user_code(ignores_that_it_is_cancelled())))
+    await asyncio.sleep(0)
+    print(await asyncio.to_thread(lambda: "another call is made"))
+    return "the program goes on"
+
+with keeping_exit_status():
+    print(run_awake(program()))
+"""
+
+
+def test_a_program_ends_whatever_its_coroutines_left_in_threads_and_tasks():
+    done = ended(LEFT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "another call is made\nthe program goes on\n"
+
+
+WAITS_FOR_ITS_OWN_THREAD = """
+import atexit, threading
+from concurrent.futures import ThreadPoolExecutor
+from vlmrl.utils import threads
+from vlmrl.utils.threads import DaemonPool, keeping_exit_status
+
+threads.GRACE_SECONDS = threads.END_SECONDS = 0.5
+started = threading.Event()
+
+def hangs():
+    started.set()
+    threading.Event().wait()
+
+def step():
+    with ThreadPoolExecutor(1) as pool:  # which waits for its thread, also after the TimeoutError
+        pool.submit(hangs).result(timeout=0.01)
+
+with keeping_exit_status():
+    DaemonPool("env").submit(step)
+    started.wait()
+    atexit.register(print, "registered functions are called")
+"""
+
+
+def test_a_program_ends_if_a_call_of_an_env_waits_for_a_thread_of_its_own_that_hangs():
+    done = ended(WAITS_FOR_ITS_OWN_THREAD)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "registered functions are called\n", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from vlmrl.env.base import EnvSpec, resolve_envs
 from vlmrl.env.session import EnvError, EnvSession
 from vlmrl.types import ImageSource, Message, Task
 from vlmrl.utils.terminal import Terminal
+from vlmrl.utils.threads import run_awake
 
 if TYPE_CHECKING:
     from vlmrl.data import Tasks, TaskSource
@@ -107,7 +107,7 @@ class Checker(CheckOutput):
 
         try:
             task = source.draw(number)
-            messages, tools = asyncio.run(self._opening(task))
+            messages, tools = run_awake(self._opening(task))
             rendered = new_history(self.config, self.reader.renderer, tools, self.policy).prompt(messages)
             images = [self._image(image) for image in rendered.images]
             own = self.count(task)

@@ -24,7 +24,7 @@ from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
 from vlmrl.multimodal.images import copy_on_write
 from vlmrl.types import TRUNCATED, Message, Task
-from vlmrl.utils.threads import DaemonPool, await_user_code, close_unawaited, drop_result
+from vlmrl.utils.threads import DaemonPool, await_user_code, close_unawaited, drop_result, run_awake
 from vlmrl.utils.users_line import defined_at, describe_error
 from vlmrl.utils.work_pool import DeadlineError, abandonable, cpu_pool
 
@@ -404,7 +404,7 @@ def _close_late(built: list[Env]) -> None:
         close: Callable[[], Any] = env.close
         closing = close()
         if inspect.iscoroutine(closing):
-            asyncio.run(closing)
+            run_awake(closing)
 
 
 async def _await_result(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """Threads and event loops that never keep a process alive: daemon pools, a loop in a thread, a program's main loop and its end.
 
 asyncio's default pool has few threads, runs successive calls in different ones, and waits for hung calls when the process exits.
-Each env therefore owns a pool of one daemon thread, and work on images has a pool of its own (`work_pool.py`).
+Each env therefore owns a pool of one daemon thread, and work on images has a pool of its own (`work_pool.py`). What a user's coroutine
+passes to ``asyncio.to_thread`` has a daemon thread of its own.
 
 Python before 3.14 unwinds a daemon thread that wants to go on while the interpreter ends. Out of C++ code, such as torch's, that
 aborts the process (status 134). So a program waits a little for threads that compute, then ends without them: see
@@ -20,7 +21,8 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from vlmrl.utils.users_line import text_of
@@ -28,6 +30,7 @@ from vlmrl.utils.users_line import text_of
 T = TypeVar("T")
 
 GRACE_SECONDS = 2.0  # at the end of a program, for threads that compute
+END_SECONDS = 10.0  # for the cancelled tasks of a loop to end, and for threads that are no daemons if a call hangs
 _BUSY: set[threading.Thread] = set()
 _ENDING = threading.Event()  # the interpreter ends: threads take no more calls
 
@@ -81,11 +84,26 @@ class DaemonPool:
             del call, future, function, args  # an idle thread must not keep them alive
 
 
+class DaemonExecutor(ThreadPoolExecutor):
+    """A loop's default executor, as of ``asyncio.to_thread``: each call has a daemon thread of its own.
+
+    On a machine with one core asyncio's own has five threads. Five calls of an env that hang would hold up the trainer's and all
+    others for ever, and the end of the loop and of the process, which wait for one.
+    """
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
+        thread = DaemonPool("call")
+        call = thread.submit(partial(function, *args, **options))
+        thread.close()
+        return call
+
+
 class LoopThread:
     """An event loop in a daemon thread, whose timeouts are exact even while the main loop is blocked, for example by training."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(DaemonExecutor())
         self._thread = threading.Thread(target=self._work, name=f"vlmrl-{name}", daemon=True)
         self._thread.start()
 
@@ -127,7 +145,10 @@ async def await_user_code(value: Awaitable[T]) -> T:
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
-        task = asyncio.current_task()
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # it was left alone, and its loop has ended
+            raise error from None
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
         raise as_error(error) from error
@@ -148,10 +169,13 @@ def drop_result(call: Future[Any]) -> None:
 
 
 def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` with a loop that wakes up every second, so that Ctrl-C always works.
+    """``asyncio.run`` with a loop that wakes up every second, so that Ctrl-C always works, and that ends.
 
     Python handles a signal between two bytecode instructions. A signal that arrives just before the loop blocks in the system call is
     handled only when the loop wakes up, which never happens while every task waits for a hung env.
+
+    ``asyncio.run`` waits at its end for each task and each call in a thread that is left. A user's task may ignore that it is
+    cancelled, and a call may hang: after :data:`END_SECONDS` both are left alone.
     """
 
     async def stay_awake() -> None:
@@ -159,13 +183,31 @@ def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
             await asyncio.sleep(1.0)
 
     async def main() -> T:
+        asyncio.get_running_loop().set_default_executor(DaemonExecutor())
         awake = asyncio.create_task(stay_awake())
         try:
             return await coroutine
         finally:
+            await _cancel_all(but=awake)
             awake.cancel()
 
-    return asyncio.run(main())
+    runner = asyncio.Runner()
+    try:
+        return runner.run(main())
+    finally:
+        runner.get_loop().close()
+        asyncio.set_event_loop(None)
+
+
+async def _cancel_all(but: asyncio.Task[None]) -> None:
+    """Cancel all tasks of the loop but this one and ``but``, close its generators, and wait a little for their ends."""
+    left = asyncio.all_tasks() - {asyncio.current_task(), but}
+    for task in left:
+        task.cancel()
+    loop = asyncio.get_running_loop()
+    ending = {*left, asyncio.create_task(loop.shutdown_asyncgens())}
+    if (await asyncio.wait(ending, timeout=END_SECONDS))[1]:
+        loop.set_exception_handler(lambda *_: None)  # or it prints that they were destroyed
 
 
 @contextlib.contextmanager
@@ -197,15 +239,18 @@ def keeping_exit_status() -> Iterator[None]:
         status = 130
         raise
     finally:
-        if _BUSY:
-            atexit.register(_end_without_finalization, status)
+        if _BUSY:  # before Python waits for all threads that are no daemons, such as those that a hung call of an env waits for
+            threading._register_atexit(_end_without_finalization, status)  # type: ignore[attr-defined]
 
 
 def _end_without_finalization(status: int) -> None:
-    """Called as the first of the functions registered with atexit: it calls the others, if it does not return."""
+    """Called before the functions that are registered with atexit: it calls them, if it does not return."""
     if _is_idle_within(GRACE_SECONDS):
         return
-    atexit.unregister(_end_without_finalization)
+    until = time.monotonic() + END_SECONDS
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():  # it may finish something
+            thread.join(max(0.0, until - time.monotonic()))
     atexit.unregister(_wait_for_busy_threads)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

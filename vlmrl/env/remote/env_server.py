@@ -44,6 +44,7 @@ from vlmrl.types import Ending, Message, Task
 from vlmrl.utils.http_server import BODY, Binding, run_server, send_rest
 from vlmrl.utils.json_files import json_body, parsed_bytes
 from vlmrl.utils.machine_memory import memory_bytes
+from vlmrl.utils.threads import DaemonExecutor
 from vlmrl.utils.users_line import describe_error
 from vlmrl.utils.work_pool import cpu_pool
 
@@ -255,6 +256,7 @@ def create_env_app(server: EnvServer) -> web.Application:
     """The app of an env's sessions, without a guard."""
 
     async def sessions(app: web.Application) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_default_executor(DaemonExecutor())  # an env's calls may hang
         cleaner = asyncio.create_task(_close_idle_sessions(server))
         yield
         cleaner.cancel()
