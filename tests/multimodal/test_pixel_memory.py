@@ -143,6 +143,14 @@ def test_a_folder_in_memory_bounds_nothing_and_the_run_says_so():
     assert np.array_equal(held.read(), noise(0))
 
 
+@pytest.mark.filterwarnings("error")
+def test_python_does_not_warn_of_a_file_that_is_gone(tmp_path: Path):
+    memory = PixelMemory(0, tmp_path)
+    memory.hold(noise(0))
+    del memory
+    gc.collect()
+
+
 @pytest.mark.slow
 def test_a_fork_leaves_the_images_of_its_parent():
     script = """
