@@ -176,9 +176,8 @@ class _SpillFile:
 
     def __init__(self, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - it lives as long as this object
-        weakref.finalize(
-            self, self._file.close
-        )  # free slots refer to this object: Python warns of a file that only its cycles close
+        # Free slots refer to this object: the garbage collector alone would close the file, with Python's warning.
+        weakref.finalize(self, self._file.close)
         self._free: defaultdict[int, list[_Slot]] = defaultdict(list)
         self._end = 0
         self.owner = os.getpid()
