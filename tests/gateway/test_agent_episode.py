@@ -549,6 +549,25 @@ def test_a_response_that_was_not_delivered_is_left_out_unless_it_is_continued():
     assert episode.trajectory.metrics["responses_undelivered"] == 1.0
 
 
+def test_a_second_system_message_that_the_template_leaves_out_is_refused(shared):
+    """As LangGraph sends a summary beside the prompt: with Qwen3-VL's template the policy did not see it."""
+    real = real_renderer(shared, "qwen3-vl", "qwen3_vl")
+    episode = agent_episode(ScriptedEngine(lambda request, turn: "red", real))
+    episode.renderer = real
+
+    async def act() -> None:
+        agent = Agent(episode, says("system", "Look."), QUESTION)
+        await agent.ask()
+        for messages in ([*agent.messages, says("system", "Be brief."), QUESTION], [says("system", "a")] * 2):
+            with pytest.raises(ChatError, match="leaves out messages of the role 'system'") as info:
+                await episode.complete(ChatRequest(messages))
+            assert info.value.status == 400
+
+    asyncio.run(act())
+    episode.finish()
+    assert episode.failure is None and len(episode.trajectory.turns) == 1
+
+
 def test_a_repeated_first_request_keeps_all_of_its_messages():
     """The response to the first one came after its client had left. `vlmrl collect` wrote the rest without the system message."""
     episode = agent_episode(["lost", "red", "blue"])
