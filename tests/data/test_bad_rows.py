@@ -349,5 +349,5 @@ def test_a_message_of_a_role_that_the_template_leaves_out_is_a_bad_row(tmp_path,
     loop = turn_loop(Once, lambda request, turn: "x")
     loop.renderer = real_renderer(shared, "qwen3-vl", "qwen3_vl")
     played = asyncio.run(loop.play(source[0], "g", "g/0"))
-    assert played.non_retryable and f"shows no message of the role '{role}'" in played.error
+    assert played.non_retryable and f"leaves out messages of the role '{role}'" in played.error
     assert loop.renderer.prompt([{"role": "user", "content": "what?"}]).token_ids

@@ -191,6 +191,38 @@ def test_the_responses_in_a_prompt_have_no_loss_beside_a_completion(tmp_path):
         found[2]
 
 
+def test_the_responses_in_a_prompt_have_no_loss_beside_a_column_of_system_messages_either(tmp_path):
+    """The system message moved all places by one: the last response of a prompt, such as a call, was trained."""
+    ask, say = ({"role": role, "content": role} for role in ("user", "assistant"))
+    sampled = [{"message": 3, "token_ids": [5], "logprobs": [-0.1]}]
+    row = {"system": "S", "prompt": [ask, say], "completion": [ask, say], "responses": sampled}
+    task = load(written(tmp_path, [row]))[0][0]
+    assert [message["role"] for message in task.prompt] == ["system", "user", "assistant", "user", "assistant"]
+    assert task.data["trained"] == [False, True] and task.data["sampled"] == {1: [5]}
+
+
+def test_each_row_of_two_datasets_in_one_file_has_its_own_columns(tmp_path):
+    """Of `image` and `images`, and of `system` and `system_prompt`, one was read: rows lost their image or system message."""
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    rows = [
+        {"conversations": talk, "image": uri(1), "system": "S"},
+        {"messages": talk, "images": [uri(2)], "system_prompt": "T"},
+    ]
+    assert [shape(task)[:2] for task in load(written(tmp_path, rows))[0]] == [
+        [("system", "S"), ("user", 1, "a")],
+        [("system", "T"), ("user", 2, "a")],
+    ]
+
+
+def test_a_column_of_images_that_the_messages_show_already_is_refused(tmp_path):
+    """The images were shown a second time, before the next question."""
+    shown = [{"type": "image_url", "image_url": {"url": uri(1)}}, {"type": "text", "text": "a"}]
+    row = {"messages": [{"role": role, "content": text} for role, text in [("user", shown), SAY, ASK, SAY]]}
+    with pytest.raises(RowError, match="1 images for 0 image parts without a source") as info:
+        load(written(tmp_path, [row | {"images": [uri(1)]}]))[0][0]
+    assert info.value.reason == "images"
+
+
 def row(*talk, **columns):
     return {"messages": [{"role": role, "content": text} for role, text in talk], "images": None} | columns
 

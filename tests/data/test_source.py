@@ -191,6 +191,33 @@ def test_counts_that_do_not_work_out_are_named(prompt, images, numbers):
         task_with(prompt, images)
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [("user", [image(A), text("one")]), ("user", "two")],
+        [("user", "one"), ("user", [image(A), text("two")])],
+        [("user", [text("<image> one")]), ("user", "two")],
+        [("system", "<image> is the key."), ("user", "one")],
+        [("user", "one"), ("assistant", "call"), ("tool", "<image> found")],
+    ],
+)
+def test_images_without_a_mark_are_refused_where_a_prompt_has_other_places_for_them(messages):
+    """They were put before the first text of a user: shown twice, or at another place than the mark's."""
+    prompt = [{"role": role, "content": content} for role, content in messages]
+    with pytest.raises(ValueError, match=r"1 images for 0 image parts without a source and 0 <image>"):
+        task_with(prompt, [A])
+
+
+def test_a_mark_whose_image_is_in_another_column_than_that_of_other_rows_is_refused(tmp_path):
+    """As in a file of two datasets: the model read `<image>` as text, without the image."""
+    rows = [{"prompt": "<image>a", "image": "a.png"}, {"prompt": "<image>b", "image": None, "images": []}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tasks = load_tasks(Data(str(tmp_path / "rows.jsonl")))
+    with pytest.raises(ValueError, match="the mark <image>, but the row has no 'images', only 'image'"):
+        tasks[0]
+    assert tasks[1].prompt == [{"role": "user", "content": "<image>b"}]
+
+
 def test_parts_with_their_own_source_keep_it_in_one_form():
     prompt = [
         {

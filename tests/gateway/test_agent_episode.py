@@ -24,6 +24,7 @@ from vlmrl.gateway.request_tree import RequestTree
 from vlmrl.multimodal.images import data_uri
 from vlmrl.multimodal.messages import is_long
 from vlmrl.multimodal.renderer import Renderer
+from vlmrl.run.episode_rows import episode_row, is_conversation
 from vlmrl.samples import AuditError, audit, emit
 from vlmrl.types import Completion
 
@@ -546,6 +547,44 @@ def test_a_response_that_was_not_delivered_is_left_out_unless_it_is_continued():
     assert [turn.text for turn in episode.trajectory.turns] == ["red", "blue", "done"]
     assert not any("lost" in text for text in texts)
     assert episode.trajectory.metrics["responses_undelivered"] == 1.0
+
+
+def test_a_second_system_message_that_the_template_leaves_out_is_refused(shared):
+    """As LangGraph sends a summary beside the prompt: with Qwen3-VL's template the policy did not see it."""
+    real = real_renderer(shared, "qwen3-vl", "qwen3_vl")
+    episode = agent_episode(ScriptedEngine(lambda request, turn: "red", real))
+    episode.renderer = real
+
+    async def act() -> None:
+        agent = Agent(episode, says("system", "Look."), QUESTION)
+        await agent.ask()
+        for messages in ([*agent.messages, says("system", "Be brief."), QUESTION], [says("system", "a")] * 2):
+            with pytest.raises(ChatError, match="leaves out messages of the role 'system'") as info:
+                await episode.complete(ChatRequest(messages))
+            assert info.value.status == 400
+
+    asyncio.run(act())
+    episode.finish()
+    assert episode.failure is None and len(episode.trajectory.turns) == 1
+
+
+def test_a_repeated_first_request_keeps_all_of_its_messages():
+    """The response to the first one came after its client had left. `vlmrl collect` wrote the rest without the system message."""
+    episode = agent_episode(["lost", "red", "blue"])
+    episode.trajectory.id = "collect/00000/00"
+    first = [says("system", "Look."), says("user", "What is it?", image("red"))]
+
+    async def act() -> None:
+        episode.undelivered(await Agent(episode, *first).ask())
+        agent = Agent(episode, *first)
+        await agent.ask()
+        await agent.ask(says("user", "Sure?"))
+
+    played(episode, act)
+    assert is_conversation(episode.trajectory)
+    row = episode_row(episode.trajectory, "m")
+    assert [each["role"] for each in row["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    assert [each["message"] for each in row["responses"]] == [2, 4]
 
 
 def test_a_long_conversation_and_its_merged_row_take_memory_in_proportion_to_their_length():

@@ -32,7 +32,7 @@ TEXTS = (
     "\x00\u202e",
     "x" * 3000,
 )
-COLUMNS = {"messages": "messages", "images": "images", "tools": "tools"}
+COLUMNS = {"messages": ["messages"], "images": ["images"], "tools": ["tools"]}
 SECONDS = 60.0  # the deadline of one case; it takes milliseconds
 
 

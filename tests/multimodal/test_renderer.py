@@ -661,3 +661,27 @@ def test_renderings_with_marks_have_a_template_of_their_own_and_one_thread_at_a_
     assert renderer.decode(rendered.token_ids) == renderer.write(
         [user("a"), {"role": "assistant", "content": "b"}], None, generate=False
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "is_shown"),
+    [
+        ("qwen3_vl", "system", False),
+        ("qwen3_vl", "developer", False),
+        ("qwen3", "system", True),
+        ("qwen3", "human", False),
+        ("qwen2_5_vl", "developer", True),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_an_error(shared, template, role, is_shown):
+    """Such as a second system message with Qwen3-VL's: the policy was sampled and trained without it, unsaid."""
+    renderer = real_renderer(shared, "qwen3-vl", template)
+    first, last = {"role": "system", "content": "Look."}, {"role": "user", "content": "What?"}
+    left_out = {"role": role, "content": "Be brief."}
+    for render, messages in ((renderer.prompt, [first, left_out, last]), (renderer.delta, [left_out, last])):
+        if is_shown:
+            assert "Be brief." in renderer.decode(render(messages).token_ids)
+        else:
+            with pytest.raises(ValueError, match=f"the chat template leaves out messages of the role '{role}'"):
+                render(messages)
+    assert "Look." in renderer.decode(renderer.prompt([first, last]).token_ids)

@@ -102,15 +102,14 @@ def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSo
     return train, rest if sides[1] else None
 
 
-def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> dict[str, str]:
-    """The column of each field that the dataset has."""
-    found = {
-        field: column
-        for field, usual in COLUMNS.items()
-        if (column := data.columns.get(field) or next((each for each in usual if each in present), None))
-    }
-    problem = next((f"there is no column {column!r}" for column in found.values() if column not in present), None)
-    if "messages" not in found and not {"prompt", "completion"} <= set(present):
+def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> dict[str, list[str]]:
+    """The columns of each field that the dataset has. Rows of different datasets in one file have different ones."""
+    usual = {field: [each for each in names if each in present] for field, names in COLUMNS.items()}
+    found = usual | {field: [column] for field, column in data.columns.items()}
+    problem = next(
+        (f"there is no column {name!r}" for names in found.values() for name in names if name not in present), None
+    )
+    if not found["messages"] and not {"prompt", "completion"} <= set(present):
         problem = (
             f"there is no column of messages, under a name of {', '.join(COLUMNS['messages'])}: set `messages COLUMN`"
         )
@@ -119,13 +118,20 @@ def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> di
     return found
 
 
-def _conversation(task: Task, row: Row, columns: Mapping[str, str], turns: str, row_images: RowImages) -> Task:
+def _conversation(task: Task, row: Row, columns: Mapping[str, list[str]], turns: str, row_images: RowImages) -> Task:
     """The task of a row: its messages in OpenAI's form with their images, its tools, and which responses are trained."""
-    given = row[columns["messages"]] if "messages" in columns else [*row["prompt"], *row["completion"]]
-    first = 0 if "messages" in columns else len(row["prompt"])  # a prompt's responses have no loss, as in TRL
-    messages = [_message(message) for message in _parsed(given)]
-    if "system" in columns and row[columns["system"]] and not any(each["role"] == "system" for each in messages):
-        messages.insert(0, {"role": "system", "content": row[columns["system"]]})
+
+    def given(field: str) -> Any:
+        return next((row[name] for name in columns.get(field, ()) if row[name]), None)
+
+    is_whole = bool(columns["messages"])
+    messages = [
+        _message(each) for each in _parsed(given("messages") if is_whole else [*row["prompt"], *row["completion"]])
+    ]
+    added = int(bool(given("system")) and not any(each["role"] == "system" for each in messages))
+    if added:
+        messages.insert(0, {"role": "system", "content": given("system")})
+    first = 0 if is_whole else added + len(row["prompt"])  # a prompt's responses have no loss, as in TRL
     _check_roles(messages)
     weights = [message.pop("weight", None) for message in messages]
     responses = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -141,15 +147,15 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, str], turns: str, 
             "untrained", "no response has a loss: the weights of all of them are 0, or all are in the prompt."
         )
     try:
-        row_images.set_column(row[columns["images"]] if "images" in columns else None)
+        row_images.set_column(given("images"))
         prompt = row_images.messages(_marks_as_parts(messages, len(row_images.sources)))
     except RowError:
         raise
     except ValueError as error:
         raise RowError("images", str(error).removeprefix(f"{row_images.where}: ")) from error
-    number_of = {place: number for number, place in enumerate(responses)}
+    number_of = {place - added: number for number, place in enumerate(responses)}
     sampled = {number_of[each["message"]]: each["token_ids"] for each in row.get("responses") or []}
-    tools = _parsed(row[columns["tools"]] or []) if "tools" in columns else []
+    tools = _parsed(given("tools") or [])
     images = [part["image"] for message in prompt for part in image_parts(message)]
     data = {"tools": without_nulls(tools), "trained": trained, "sampled": sampled}
     return Task(task.id, prompt, images, data=data, source=task.source, seed=task.seed, part=task.part)

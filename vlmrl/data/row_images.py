@@ -2,7 +2,7 @@
 
 - A string prompt is a user message. Each ``<image>`` in it marks an image, and more marks than images are an error; in a row whose
   column of images is empty they are plain text. Images without a mark go first: ``"<image> and this"`` with images a, b is a, b,
-  ``" and this"``.
+  ``" and this"``. They are an error where the messages show images of their own, or have a mark elsewhere.
 - In a list of messages, ``{"type": "image"}`` parts without a source take the images. User messages whose content is a string
   may have marks too. An ``index`` of a part, as some datasets have it, must agree with that.
 """
@@ -46,7 +46,8 @@ class RowImages:
             prompt = [{"role": "user", "content": prompt}]
         messages = [self._message(message) for message in self._checked(prompt)]
         marked = [message for message in messages if message["role"] == "user" and isinstance(message["content"], str)]
-        parts = [part for message in messages for part in image_parts(message) if "image" not in part]
+        shown = [part for message in messages for part in image_parts(message)]
+        parts = [part for part in shown if "image" not in part]
         bare, indices = len(parts), [index for part in parts if (index := part.pop("index", None)) is not None]
         if indices not in (list(range(bare)), list(range(1, bare + 1)), []):
             raise ValueError(
@@ -59,10 +60,10 @@ class RowImages:
                 f"{self.where}: {marks} {MARK} marks for {len(self.sources) - bare} images: each mark needs an image. {PLAIN_MARK}"
             )
         unmarked = len(self.sources) - bare - marks
-        if unmarked < 0 or (unmarked and (bare or not marked)):
+        if unmarked < 0 or (unmarked and (shown or not _is_first(messages, marked))):
             raise ValueError(
                 f"{self.where}: {len(self.sources)} images for {bare} image parts without a source and {marks} "
-                f"{MARK} marks in the prompt. Make the numbers agree"
+                f"{MARK} marks in the prompt's texts of users. Make the numbers agree. {PLAIN_MARK}"
             )
         self._fill(messages, marks, unmarked)
         return messages
@@ -139,6 +140,14 @@ def content_problem(message: Message) -> str:
         return ""
     given = ", ".join(repr(key) for key, value in message.items() if value is not None)
     return f"a message of the role {message['role']!r:.50} has no 'content', only {given:.200}"
+
+
+def _is_first(messages: list[Message], marked: list[Message]) -> bool:
+    """Whether images may go before the first of ``marked``: no user comes before it, and no text elsewhere has a mark."""
+    first = next((message for message in messages if message["role"] == "user"), None)
+    elsewhere = [message["content"] for message in messages if message["role"] != "user"]
+    has_mark = any(isinstance(text, str) and MARK in text for text in elsewhere)
+    return bool(marked) and first is marked[0] and not has_mark
 
 
 def image_parts(message: Message) -> list[dict[str, Any]]:

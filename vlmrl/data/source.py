@@ -327,6 +327,10 @@ def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, r
     _check_last(row_images.where, prompt)
     if "images" not in columns:
         _check_marks(row_images.where, prompt, row)
+    elif not row_images.sources:  # as in a file of two datasets, of which one has another column
+        _check_marks(
+            row_images.where, prompt, {name: row[name] for name in row if name not in columns.values() and row[name]}
+        )
     images = [part["image"] for message in prompt for part in image_parts(message)]
     answer = row[columns["answer"]] if "answer" in columns else None
     others = {name: value for name, value in row.items() if name not in columns.values()}

@@ -35,7 +35,6 @@ from vlmrl.types import ImageSource, Message
 from vlmrl.utils.kept import Kept
 
 BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
-ROLES = ("system", "user", "assistant", "tool")
 OUR_TEMPLATES = "`chatml`, `smolvlm` for SmolVLM, `glm` for GLM-V"  # for errors
 KEPT_BYTES = 32 * 2**20  # of the texts, and of the token ids, of sets of tools: agents choose their tools themselves
 LONG_HEAD = 1000  # characters; encoding them takes longer than finding their ids
@@ -95,6 +94,7 @@ class Renderer:
         self._keeps_heads = self._most_characters is not None and _cuts_cleanly(tokenizer, self.end_of_turn_id)
         self._texts: dict[int, str] = {}
         self._image: str | None = None
+        self._shown_roles: dict[str, bool] = {}
         self._template = _with_times(self.chat_template)
         self._takes_strings = True
         self._takes_strings = self.write(BASE, None) != self.write([m | {"content": ","} for m in BASE], None)
@@ -107,6 +107,7 @@ class Renderer:
 
         Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
         """
+        self._check_roles(_after_first_system(messages))
         clean, images = self.clean(messages)
         text = self.write(clean, self._shown_tools(tools))
         return self._finish(text, images, messages, limit, keeps_head=bool(tools))
@@ -151,6 +152,23 @@ class Renderer:
             return False
         return "result" in shown and (self.image_token is None or self.image_token in shown)
 
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        """Raise ValueError for a message that the chat template leaves out, as Qwen3-VL's does a second system message."""
+        for role in dict.fromkeys(str(message["role"]) for message in messages):
+            if role not in self._shown_roles:
+                self._shown_roles[role] = self._shows(role)
+            if not self._shown_roles[role]:
+                raise ValueError(
+                    f"the chat template leaves out messages of the role {role!r:.50} (a first one of the role 'system' is shown): "
+                    "give it another role, such as user, or set model.chat_template."
+                )
+
+    def _shows(self, role: str) -> bool:
+        try:
+            return "result" in self.write([*BASE, {"role": self._tokens.escape(role), "content": "result"}], None)
+        except Exception:  # then it raises for such messages, too
+            return True
+
     def adapt_tool_messages(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as the chat template can show them.
 
@@ -172,6 +190,7 @@ class Renderer:
         Another is closed by that id first. Where the template has none, the first id, which opens the next turn, is left out if the
         response ends with it. Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
         """
+        self._check_roles(messages)
         clean, images = self.clean(messages)
         schemas = self.clean_tools(tools)
         base = self._base(schemas)
@@ -213,6 +232,7 @@ class Renderer:
                 "the chat template has no {% generation %} markers, which mark the tokens of the responses; set "
                 f"model.chat_template (ours have them: {OUR_TEMPLATES}), or rollout.samples to step_wise."
             )
+        self._check_roles(_after_first_system(messages))
         clean, images = self.clean(messages)
         with _MARKING:
             marked: Any = render_jinja_template(
@@ -368,21 +388,11 @@ class Renderer:
         images: list[ImageSource] = []
         clean = []
         for message in messages:
-            self._check_role(message.get("role"))
             safe = map_texts({key: value for key, value in message.items() if key != "content"}, self._tokens.escape)
             clean.append(safe | {"content": self._clean_content(message, images)})
         if images and self.image_token is None:
             raise ValueError(f"messages hold {len(images)} images, but the model reads text only.")
         return clean, images
-
-    def _check_role(self, role: Any) -> None:
-        """Raise ValueError for a role such as ``human``, whose messages many templates leave out without an error."""
-        if role in ROLES:
-            return
-        if "shown" not in self.write([*BASE, {"role": role, "content": "shown"}], None):
-            raise ValueError(
-                f"the chat template shows no message of the role {role!r:.50}: use one of {', '.join(ROLES)}."
-            )
 
     def clean_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """The tools with added tokens escaped, for :meth:`write`."""
@@ -406,6 +416,11 @@ class Renderer:
             # Some text templates silently drop lists, see also `_as_taken`.
             return "".join(part["text"] for part in parts)
         return parts
+
+
+def _after_first_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages without a system message in first place, which all templates show."""
+    return messages[1:] if messages and messages[0]["role"] == "system" else messages
 
 
 def _with_times(template: str) -> str:

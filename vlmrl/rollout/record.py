@@ -184,6 +184,7 @@ class TurnRecorder:
             copy.prompt_ids = lost.token_ids[kept:] + turn.prompt_ids
             copy.media = lost.media[kept_media:] + turn.media
             copy.expert_routing = turn.expert_routing and lost.expert_routing[kept:] + turn.expert_routing
+            copy.messages = (turn.rewritten if parent is None else None) or turn.messages
         if turn.received is not None and turn.received.continues is not None:
             copy.received = replace(turn.received, continues=moved[turn.received.continues])
         return copy
