@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.config import Config, Optim
+from vlmrl.run.checkpointing import record_saved
 from vlmrl.run.reproduction import Experiment, ExperimentError, plan_experiments, reproduce, settings_digest
 
 
@@ -36,6 +37,7 @@ class Commands:
         if status not in (0, 130, 143):
             return status
         (run / "model").mkdir(parents=True, exist_ok=True)  # also of a run that is stopped
+        (run / "model/config.json").write_text("{}")
         (run / "summary.json").write_text(
             json.dumps({"reward_before": 0.2} | ({} if status else {"reward_after": 0.5}))
         )
@@ -106,6 +108,25 @@ def test_a_signal_ends_the_command_with_its_status_and_the_next_call_trains_on(t
     commands.seen.clear()
     reproduce(planned(tmp_path), commands, print)
     assert commands.seen[:2] == [("train", "say-seed3"), ("eval", "say-seed3")]
+
+
+def test_a_run_that_was_killed_before_it_saved_its_last_model_is_continued(tmp_path):
+    """It was stopped at step 20, and killed after the evaluation of step 40: its model is that of step 20."""
+    first = planned(tmp_path)[0]
+    reproduce([first], Commands(), print)
+    for step in (20, 40):
+        checkpoint = first.run / f"checkpoints/step{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "run.json").write_text(json.dumps({"step": step}))
+        record_saved(first.run, "summary.json")
+        if step == 20:
+            record_saved(first.run, "model")
+    commands = Commands()
+    reproduce([first], commands, print)
+    assert commands.seen == [("train", "say-seed3"), ("eval", "say-seed3")]
+    record_saved(first.run, "model")
+    reproduce([first], commands, print)
+    assert len(commands.seen) == 2
 
 
 def test_settings_have_a_folder_of_their_own_but_a_name_or_seed_has_not():

@@ -14,6 +14,7 @@ from testing.runs import RECIPES, repeatable, short_quickstart
 
 from vlmrl.config import SFT, Checkpoint, Config, Conversations, Data, Eval, EvalData, Model, Rollout, Train, WarmStart
 from vlmrl.config.code import load_object
+from vlmrl.data.source import held_out
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop, sft
@@ -72,18 +73,41 @@ def with_tasks(config: Config, **changes) -> Config:
     )
 
 
-def test_a_stage_that_fails_after_an_update_saves_no_checkpoint_that_would_train_it_again(config, monkeypatch):
-    measured = []
+def test_a_stage_whose_held_out_rows_are_gone_keeps_the_step_that_was_trained(config, monkeypatch):
+    """It is an error outside of the update: without a checkpoint, all steps since the last one were lost."""
+    measured, original = [], sft._held_out_loss
 
-    async def fails(*_):
+    async def fails(*given):
         measured.append(None)
         if len(measured) == 2:
             raise OSError("the rows are gone")
+        return await original(*given)
 
+    run_training(replace(config, name="whole"))
+    config = replace(config, checkpoint=Checkpoint(every=9), eval=Eval(every=2))
     monkeypatch.setattr(sft, "_held_out_loss", fails)
     with pytest.raises(OSError, match="the rows are gone"):
-        run_training(replace(config, checkpoint=Checkpoint(every=9)))
-    assert (config.folder / "model/config.json").exists() and not list(config.folder.glob("checkpoints/*"))
+        run_training(config)
+    (saved,) = config.folder.glob("checkpoints/*")
+    state = load_json(saved)
+    assert (saved.name, state["step"], state["evaluated"]) == ("sft000002", 2, False)
+    run_training(config, resume=True)
+    assert [row["step"] for row in logged(config) if "sft/loss" in row] == [1, 2, 3]
+    assert weights(config) == weights(replace(config, name="whole"))
+
+
+async def test_a_bad_row_is_not_all_of_the_last_part_of_the_held_out_ones(config, rows, tmp_path):
+    """Of 9, 8 a step, it was the only one of its part: more than rollout.max_failed_fraction, which ended the run."""
+    lines = [line for line in (tmp_path / "rows.jsonl").read_text().splitlines() for _ in range(2)]
+    bad = max(held_out(range(len(lines)), 9))
+    lines[bad] = lines[bad].replace("red.png", "none.png")
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    data = {"rows": Conversations(path=str(tmp_path / "bad.jsonl"), held_out=9)}
+    run = build_run(replace(config, sft=replace(config.sft, data=data, rows_per_step=8)))
+    source = ConversationSource(run, RunProgress(Console(quiet=True)))
+    parts = [await source.held_out(part) for part in range(3)]
+    run.close()
+    assert [None if part is None else len(part) for part in parts] == [4, 4, None]
 
 
 def test_the_plan_names_the_steps_of_all_epochs(config):

@@ -16,6 +16,8 @@ from vlmrl.config import Config
 from vlmrl.report.records import plain
 from vlmrl.report.results import RunResult
 from vlmrl.report.run_log import read_rows
+from vlmrl.run.checkpointing import is_newer
+from vlmrl.train.checkpoint import newest_checkpoint
 from vlmrl.utils.json_files import read_object
 
 Launch = Callable[[Sequence[str]], int]
@@ -46,9 +48,9 @@ class Experiment:
     @property
     def is_trained(self) -> bool:
         """Whether all steps are done. A stopped run has a model and a summary, too, but no reward after training. The model is written
-        last."""
+        last: one from before the newest checkpoint is of an earlier stop."""
         summary = read_object(self.run / "summary.json") or {}
-        return "reward_after" in summary and (self.run / "model").exists()
+        return "reward_after" in summary and is_newer(self.run, "model", newest_checkpoint(self.run / "checkpoints"))
 
     @property
     def is_evaluated(self) -> bool:

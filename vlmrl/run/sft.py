@@ -32,7 +32,7 @@ from vlmrl.rollout.failures import list_reasons
 from vlmrl.run.build import Run
 from vlmrl.run.checkpointing import LoopState, Stage, write_checkpoint
 from vlmrl.run.stages import audited_samples, push_weights
-from vlmrl.run.stopping import RunStopped, StopRequest
+from vlmrl.run.stopping import StopRequest
 from vlmrl.samples import audit
 from vlmrl.samples.conversation import samples_of_conversation
 from vlmrl.train.controller import RunTrainer
@@ -149,18 +149,20 @@ async def _train(
                 metrics = {f"sft/{name}": value for name, value in trainer.step(samples).metrics.items()}
             del samples  # its images are freed before the next ones are read
             metrics |= {**source.counts(), "time/sft_data": read - began, "time/sft_update": time.perf_counter() - read}
-            loss, evaluated = None, True
+            loss, failure = None, None
             if log is not None and (step == source.steps or (evaluate and step % evaluate == 0)):
                 try:
                     loss = await _held_out_loss(source, trainer, stop)
-                except RunStopped:  # the trained step is finished without it, and the next interruptible part raises it
-                    evaluated = False
+                except Exception as error:  # a stop, or rows that are gone: raised when the trained step is finished
+                    failure = error
                 metrics |= {} if loss is None else {"sft/held_out_loss": loss}
             if log is not None:
                 log.log(step, metrics)
             phase.advance(loss=metrics.get("sft/loss"), held_out=loss)
-            state.end_step(step, source.state(), log, evaluated=evaluated)
+            state.end_step(step, source.state(), log, evaluated=failure is None)
             trainer.is_ahead = False
+            if failure is not None:
+                raise failure
             if log is not None and run.checkpoints.is_due(step, step == source.steps):
                 await asyncio.to_thread(write_checkpoint, run, trainer, state)
 
@@ -299,9 +301,12 @@ class ConversationSource(Source):
 
     async def held_out(self, part: int) -> list[Sample] | None:
         rows, size = self._held_out, self._run.config.sft.rows_per_step
-        if rows is None or part * size >= len(rows):
+        total = 0 if rows is None else len(rows)
+        parts = math.ceil(total / size)
+        if rows is None or part >= parts:
             return None
-        numbers = range(part * size, min((part + 1) * size, len(rows)))
+        # Equal parts: one bad row in a last part of one would be all of its rows, and end the run.
+        numbers = range(part * total // parts, (part + 1) * total // parts)
         return await self._samples(HELD_OUT, [partial(rows.__getitem__, number) for number in numbers])
 
     def counts(self) -> dict[str, float]:
