@@ -685,3 +685,23 @@ def test_a_message_that_the_template_leaves_out_is_an_error(shared, template, ro
             with pytest.raises(ValueError, match=f"the chat template leaves out messages of the role '{role}'"):
                 render(messages)
     assert "Look." in renderer.decode(renderer.prompt([first, last]).token_ids)
+
+
+WRITES = """{% for m in messages %}{% if m.role in ('user', 'assistant') or (m.role == 'developer' and loop.first) %}<|im_start|>{{ m.role }}
+{{ m.content | upper }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_role_is_left_out_only_where_its_content_changes_nothing():
+    """This template shows `developer` in first place alone, no system message, and all texts in capitals."""
+    renderer = Renderer(tiny.tokenizer(), chat_template=WRITES)
+    developer = {"role": "developer", "content": "b"}
+    assert "A" in renderer.decode(renderer.prompt([user("a"), user("a")]).token_ids)
+    assert "B" in renderer.decode(renderer.prompt([developer, user("a")]).token_ids)
+    with pytest.raises(ValueError, match="role 'developer' after the first message"):
+        renderer.prompt([user("a"), developer])
+    with pytest.raises(ValueError, match="role 'system' in first place"):
+        renderer.prompt([{"role": "system", "content": "c"}, user("a")])
+    with pytest.raises(ValueError, match="role 'None'"):
+        renderer.prompt([{"content": "c"}])

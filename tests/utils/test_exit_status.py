@@ -198,6 +198,9 @@ def step():
     with ThreadPoolExecutor(1) as pool:  # which waits for its thread, also after the TimeoutError
         pool.submit(hangs).result(timeout=0.01)
 
+idle = ThreadPoolExecutor(1, "idle")
+idle.submit(int).result()
+threading.Thread(target=threading.Event().wait, name="upload").start()
 with keeping_exit_status():
     DaemonPool("env").submit(step)
     started.wait()
@@ -207,4 +210,30 @@ with keeping_exit_status():
 
 def test_a_program_ends_if_a_call_of_an_env_waits_for_a_thread_of_its_own_that_hangs():
     done = ended(WAITS_FOR_ITS_OWN_THREAD)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "registered functions are called\n", "")
+    assert (done.returncode, done.stdout) == (0, "registered functions are called\n")
+    assert done.stderr == "vlmrl: the process ends while threads still work: upload\n"
+
+
+INTERRUPTED = """
+import asyncio, signal
+from vlmrl.run.stopping import ended_as_by_ctrl_c
+from vlmrl.utils.threads import run_awake
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a command that a script starts in the background
+
+async def program():
+    asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGTERM)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0.01)
+        print("cleaned up")
+
+with ended_as_by_ctrl_c():
+    run_awake(program())
+"""
+
+
+def test_a_signal_that_leaves_the_loop_at_once_lets_the_program_clean_up():
+    done = ended(INTERRUPTED)
+    assert (done.returncode, done.stdout) == (143, "cleaned up\n") and "Task was destroyed" not in done.stderr

@@ -24,10 +24,9 @@ time.sleep(3600)
 """
 
 
+# An environment above 8 KiB takes several reads: the program may be replaced between two.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "padding", [0, 20_000]
-)  # an environment above 8 KiB takes several reads: the program may be replaced between two
+@pytest.mark.parametrize("padding", [0, 20_000])
 def test_a_process_that_replaces_its_program_is_killed(padding):
     """A look may meet a process at a moment when its environment cannot be read."""
     for _ in range(TRIES):

@@ -176,8 +176,9 @@ class _SpillFile:
 
     def __init__(self, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - it lives as long as this object
-        # Free slots refer to this object: the garbage collector alone would close the file, with Python's warning.
-        weakref.finalize(self, self._file.close)
+        # Free slots refer to this object: the garbage collector alone would close the file, with Python's warning. At the end of the
+        # process the system closes it: threads may still read.
+        weakref.finalize(self, self._file.close).atexit = False
         self._free: defaultdict[int, list[_Slot]] = defaultdict(list)
         self._end = 0
         self.owner = os.getpid()

@@ -94,7 +94,7 @@ class Renderer:
         self._keeps_heads = self._most_characters is not None and _cuts_cleanly(tokenizer, self.end_of_turn_id)
         self._texts: dict[int, str] = {}
         self._image: str | None = None
-        self._shown_roles: dict[str, bool] = {}
+        self._shown_roles: dict[tuple[str, bool], bool] = {}
         self._template = _with_times(self.chat_template)
         self._takes_strings = True
         self._takes_strings = self.write(BASE, None) != self.write([m | {"content": ","} for m in BASE], None)
@@ -107,7 +107,7 @@ class Renderer:
 
         Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
         """
-        self._check_roles(_after_first_system(messages))
+        self._check_roles(messages, begins=True)
         clean, images = self.clean(messages)
         text = self.write(clean, self._shown_tools(tools))
         return self._finish(text, images, messages, limit, keeps_head=bool(tools))
@@ -152,20 +152,30 @@ class Renderer:
             return False
         return "result" in shown and (self.image_token is None or self.image_token in shown)
 
-    def _check_roles(self, messages: Sequence[Message]) -> None:
-        """Raise ValueError for a message that the chat template leaves out, as Qwen3-VL's does a second system message."""
-        for role in dict.fromkeys(str(message["role"]) for message in messages):
-            if role not in self._shown_roles:
-                self._shown_roles[role] = self._shows(role)
-            if not self._shown_roles[role]:
+    def _check_roles(self, messages: Sequence[Message], begins: bool) -> None:
+        """Raise ValueError for a message that the chat template leaves out, as Qwen3-VL's does a second system message.
+
+        ``begins``: the first of ``messages`` is the conversation's.
+        """
+        for role, first in dict.fromkeys((str(each.get("role")), begins and not n) for n, each in enumerate(messages)):
+            if (role, first) not in self._shown_roles:
+                self._shown_roles[role, first] = self._shows(role, first)
+            if not self._shown_roles[role, first]:
+                place = "in first place" if first else "after the first message"
                 raise ValueError(
-                    f"the chat template leaves out messages of the role {role!r:.50} (a first one of the role 'system' is shown): "
-                    "give it another role, such as user, or set model.chat_template."
+                    f"the chat template leaves out messages of the role {role!r:.50} {place}: give it another role, such as user, "
+                    "or set model.chat_template."
                 )
 
-    def _shows(self, role: str) -> bool:
+    def _shows(self, role: str, first: bool) -> bool:
+        """Whether the text depends on the content of such a message."""
+
+        def written(content: str) -> str:
+            message = {"role": self._tokens.escape(role), "content": content}
+            return self.write([message, BASE[1]] if first else [*BASE, message], None)
+
         try:
-            return "result" in self.write([*BASE, {"role": self._tokens.escape(role), "content": "result"}], None)
+            return written("1") != written("2")
         except Exception:  # then it raises for such messages, too
             return True
 
@@ -190,7 +200,7 @@ class Renderer:
         Another is closed by that id first. Where the template has none, the first id, which opens the next turn, is left out if the
         response ends with it. Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
         """
-        self._check_roles(messages)
+        self._check_roles(messages, begins=False)
         clean, images = self.clean(messages)
         schemas = self.clean_tools(tools)
         base = self._base(schemas)
@@ -232,7 +242,7 @@ class Renderer:
                 "the chat template has no {% generation %} markers, which mark the tokens of the responses; set "
                 f"model.chat_template (ours have them: {OUR_TEMPLATES}), or rollout.samples to step_wise."
             )
-        self._check_roles(_after_first_system(messages))
+        self._check_roles(messages, begins=True)
         clean, images = self.clean(messages)
         with _MARKING:
             marked: Any = render_jinja_template(
@@ -416,11 +426,6 @@ class Renderer:
             # Some text templates silently drop lists, see also `_as_taken`.
             return "".join(part["text"] for part in parts)
         return parts
-
-
-def _after_first_system(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages without a system message in first place, which all templates show."""
-    return messages[1:] if messages and messages[0]["role"] == "system" else messages
 
 
 def _with_times(template: str) -> str:

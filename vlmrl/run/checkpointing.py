@@ -208,7 +208,7 @@ async def save_after_failure(
     await _pause_last(run, progress, LAST_PAUSE)
     may_continue = isinstance(error, Exception) and trainer.is_started and not trainer.is_ahead
     if await _save_last(run, trainer, state, progress, checkpoint=may_continue, with_adapters=False):
-        last = f"step {state.step}" if state.step else f"what came before the first step ({state.stage})"
+        last = f"step {state.step}" if state.step else f"the state before step 1 of stage {state.stage}"
         progress.say(f"{last} is saved: to continue from it, resume the run")
 
 
@@ -237,7 +237,7 @@ async def _save_last_checkpoint(run: Run, trainer: RunTrainer, state: LoopState,
     not depend on it: a rank may be gone, or the disk be full. That is said.
     """
     config = run.config
-    if not (config.checkpoint.every or (config.save_model and trainer.has_trained)):
+    if not (config.checkpoint.every or (config.save_model and (trainer.has_trained or trainer.steps_done))):
         return False
     try:
         if run.checkpoints.newest() != run.checkpoints.path(state.step, state.stage):
@@ -264,7 +264,7 @@ def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, wit
 
     ``with_adapters``: those of LoRA too, which are gathered from all ranks: after a failure one may not answer.
     """
-    if not (run.config.save_model and trainer.has_trained):
+    if not (run.config.save_model and (trainer.has_trained or trainer.steps_done)):
         return []
     written = []
     try:

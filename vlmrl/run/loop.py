@@ -69,7 +69,7 @@ async def train(
     if config.train.steps or not stages_of(config):
         async with saved_at_the_end(run, run.trainer, state, recorder, progress):
             async with paused(run.engine):
-                trainer, buffer = new_trainer(run), new_buffer(run)
+                buffer, trainer = new_buffer(run), new_trainer(run)
                 if checkpoint is None:
                     state.begin("train", buffer.state(), log)
                 else:

@@ -45,7 +45,7 @@ class RunTrainer:
         self.rank = rank
         self.steps_done = 0
         self.has_trained = False
-        """Whether the weights are others than those that the run began with: a step of any stage was taken, or one was restored."""
+        """Whether this process has taken a step, in any stage."""
         self.is_ahead = False
         """Whether a step has begun that the loop's state does not count yet: a checkpoint of that state would train it twice."""
         self._commands = commands
@@ -93,7 +93,6 @@ class RunTrainer:
 
     def restore(self, checkpoint: Path) -> None:
         self.steps_done = self._call("restore", checkpoint)
-        self.has_trained = True
 
     def close(self) -> None:
         self._call("close")

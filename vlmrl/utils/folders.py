@@ -21,7 +21,8 @@ def cache_root() -> Path:
 def check_compiled_code() -> None:
     """Raises ValueError if another user owns the folder whose code torch's compiler runs, here or in a server program.
 
-    It is ``/tmp/torchinductor_NAME``, which any user of the machine can make first.
+    It is ``torchinductor_NAME`` in the temporary folder, where any user of the machine can make it first. torch writes and reads
+    precompiled headers there also if ``TORCHINDUCTOR_CACHE_DIR`` names another folder.
     """
     try:
         user = getpass.getuser()
@@ -30,7 +31,7 @@ def check_compiled_code() -> None:
     folder = Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))  # torch's own choice
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)  # once it is ours, nobody else can put another in its place
-    if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:
+    if folder.lstat().st_uid != os.getuid() or folder.stat().st_uid != os.getuid():
         raise ValueError(
             f"the folder {folder}, from which torch's compiler runs code, belongs to another user: set the environment variable "
             "TMPDIR to a folder of your own."

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures.thread import _python_exit
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -88,7 +89,7 @@ class DaemonExecutor(ThreadPoolExecutor):
     """A loop's default executor, as of ``asyncio.to_thread``: each call has a daemon thread of its own.
 
     On a machine with one core asyncio's own has five threads. Five calls of an env that hang would hold up the trainer's and all
-    others for ever, and the end of the loop and of the process, which wait for one.
+    others for ever, and the end of the loop and of the process, which wait for one. The number of threads is not limited.
     """
 
     def submit(self, function: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
@@ -188,25 +189,31 @@ def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             return await coroutine
         finally:
-            await _cancel_all(but=awake)
             awake.cancel()
 
     runner = asyncio.Runner()
     try:
         return runner.run(main())
     finally:
-        runner.get_loop().close()
-        asyncio.set_event_loop(None)
+        loop = runner.get_loop()
+        try:
+            loop.run_until_complete(_cancel_all())
+        finally:
+            loop.close()
+            asyncio.set_event_loop(None)
 
 
-async def _cancel_all(but: asyncio.Task[None]) -> None:
-    """Cancel all tasks of the loop but this one and ``but``, close its generators, and wait a little for their ends."""
-    left = asyncio.all_tasks() - {asyncio.current_task(), but}
+async def _cancel_all() -> None:
+    """Cancel all tasks of the loop but this one, then close its generators. Waits :data:`END_SECONDS` at most."""
+    loop, left = asyncio.get_running_loop(), asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()
-    loop = asyncio.get_running_loop()
-    ending = {*left, asyncio.create_task(loop.shutdown_asyncgens())}
-    if (await asyncio.wait(ending, timeout=END_SECONDS))[1]:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_SECONDS):
+            if left:
+                await asyncio.wait(left)
+            await loop.shutdown_asyncgens()
+    if not all(task.done() for task in left):
         loop.set_exception_handler(lambda *_: None)  # or it prints that they were destroyed
 
 
@@ -247,10 +254,14 @@ def _end_without_finalization(status: int) -> None:
     """Called before the functions that are registered with atexit: it calls them, if it does not return."""
     if _is_idle_within(GRACE_SECONDS):
         return
+    threading.Thread(target=_python_exit, daemon=True).start()  # ends the idle threads of all pools
     until = time.monotonic() + END_SECONDS
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():  # it may finish something
-            thread.join(max(0.0, until - time.monotonic()))
+    others = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    for thread in others:  # it may finish something
+        thread.join(max(0.0, until - time.monotonic()))
+    if left := ", ".join(thread.name for thread in others if thread.is_alive()):
+        with contextlib.suppress(Exception):
+            print(f"vlmrl: the process ends while threads still work: {left}", file=sys.stderr)
     atexit.unregister(_wait_for_busy_threads)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -81,10 +81,11 @@ function panel([title, metrics]) {
   const list = shownRuns(),
     span = stepRange(list, Object.keys(metrics)),
     alone = list.length === 1;
-  const seriesOf = (r) => [
-    ...Object.entries(metrics).flatMap(([name, label], position) => lines(r, name, label, position, alone)),
-    ...(alone && title === "Reward" && known(r.config.eval?.chance) ? [level("chance", r.config.eval.chance, span)] : []),
-  ];
+  const seriesOf = (r) => {
+    const found = Object.entries(metrics).flatMap(([name, label], position) => lines(r, name, label, position, alone)),
+      chance = r.config.eval?.chance;
+    return alone && title === "Reward" && found.length && known(chance) ? [...found, level("chance", chance, span)] : found;
+  };
   const marked = state.step;
   if (!state.apart || alone)
     return [chart({ title, series: list.flatMap(seriesOf), steps: span, pick: openStep, marked })];
