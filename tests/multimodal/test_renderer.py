@@ -687,7 +687,9 @@ def test_a_message_that_the_template_leaves_out_is_an_error(shared, template, ro
     assert "Look." in renderer.decode(renderer.prompt([first, last]).token_ids)
 
 
-WRITES = """{% for m in messages %}{% if m.role in ('user', 'assistant') or (m.role == 'developer' and loop.first) %}<|im_start|>{{ m.role }}
+WRITES = """{% for m in messages %}
+{% if m.role in ('user', 'assistant') or (m.role == 'developer' and loop.first) %}
+<|im_start|>{{ m.role }}
 {{ m.content | upper }}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
