@@ -43,6 +43,13 @@ def test_a_turned_image_stays_turned_and_a_print_becomes_rgb():
     assert round_trip(Image.new("CMYK", (4, 4))).mode == "RGB"
 
 
+@pytest.mark.parametrize("mode", ["RGBa", "PA"])
+def test_a_mode_that_png_lacks_keeps_its_transparency(mode: str):
+    clear = Image.new("RGBA", (6, 4), (255, 0, 0, 0))
+    shown = clear.convert(mode) if mode == "RGBa" else Image.frombytes("PA", (6, 4), bytes(2 * 6 * 4))
+    assert load_image(shown).getpixel((0, 0)) == load_image(round_trip(shown)).getpixel((0, 0)) == (255, 255, 255)
+
+
 def test_plain_data_comes_back_as_it_was():
     value = {"a": [1, 2.5, None, True, "é"], "b": b"\x00\xff", "deep": [{"c": {}}]}
     assert round_trip(value) == value

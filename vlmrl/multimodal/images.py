@@ -150,13 +150,14 @@ def mime_type(content: bytes) -> str | None:
 
 
 def encode_png(image: Image.Image) -> bytes:
-    """The image as a PNG file, its EXIF orientation kept; a mode that PNG lacks, such as CMYK, becomes RGB."""
+    """The image as a PNG file, its EXIF orientation kept; a mode that PNG lacks, such as CMYK, becomes RGB, with transparency RGBA."""
     with naming(image):
         _loaded(image)
         if image.mode not in PNG_MODES:
             _upright(image)  # refuses more than 8 bits a channel
     buffer = io.BytesIO()
-    kept = image if image.mode in PNG_MODES else image.convert("RGB")
+    mode = "RGBA" if image.mode in ("PA", "RGBa") else "RGB"
+    kept = image if image.mode in PNG_MODES else image.convert(mode)
     kept.save(buffer, format="PNG", compress_level=1, exif=image.getexif())
     return buffer.getvalue()
 
