@@ -237,7 +237,7 @@ async def _save_last_checkpoint(run: Run, trainer: RunTrainer, state: LoopState,
     not depend on it: a rank may be gone, or the disk be full. That is said.
     """
     config = run.config
-    if not (config.checkpoint.every or (config.save_model and (trainer.has_trained or trainer.steps_done))):
+    if not (config.checkpoint.every or (config.save_model and trainer.differs_from_start)):
         return False
     try:
         if run.checkpoints.newest() != run.checkpoints.path(state.step, state.stage):
@@ -264,7 +264,7 @@ def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, wit
 
     ``with_adapters``: those of LoRA too, which are gathered from all ranks: after a failure one may not answer.
     """
-    if not (run.config.save_model and (trainer.has_trained or trainer.steps_done)):
+    if not (run.config.save_model and trainer.differs_from_start):
         return []
     written = []
     try:

@@ -65,6 +65,11 @@ class RunTrainer:
             self.rank.start(spec)
         return self
 
+    @property
+    def differs_from_start(self) -> bool:
+        """Whether the weights are others than those that the run began with: a step was taken here, or before a resume."""
+        return self.has_trained or self.steps_done > 0
+
     def step(self, samples: Sequence[Sample]) -> StepOutput:
         self.is_ahead = True
         output = self._call_on("step", samples)

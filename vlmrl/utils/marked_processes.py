@@ -17,7 +17,7 @@ ENVIRONMENT = slice(47, 49)  # the fields of /proc/PID/stat from its state on th
 def kill_marked(mark: str) -> None:
     """Kill all processes whose environment has ``VLMRL_PROCESS_MARK=mark``. Returns when none is found, or after some seconds.
 
-    A look may miss a process that was just started, by one that has ended since: the last look has met no new process, and found none.
+    A look misses a process that starts during it. So after a look that meets a process for the first time, another one follows.
     Does nothing where there is no /proc.
     """
     entry, until, known = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS, set[int]()

@@ -246,7 +246,7 @@ def keeping_exit_status() -> Iterator[None]:
         status = 130
         raise
     finally:
-        if _BUSY:  # before Python waits for all threads that are no daemons, such as those that a hung call of an env waits for
+        if _BUSY:  # to be called before Python waits for the threads of pools, of which one may hang
             threading._register_atexit(_end_without_finalization, status)  # type: ignore[attr-defined]
 
 
