@@ -118,7 +118,7 @@ def test_a_stopped_run_without_checkpoints_saves_its_model_and_adapters_before_o
     models: list[bool] = []
     trainer = SimpleNamespace(
         named_adapters=lambda: [("base_model.model.q_proj.lora_A.weight", torch.ones(2, 2))],
-        has_trained=True,
+        differs_from_start=True,
         save=lambda folder: models.append((tmp_path / "model").exists()),
     )
     model = SimpleNamespace(path="x", is_on_meta=False, save=lambda folder, weights: (folder / "config.json").touch())

@@ -317,7 +317,7 @@ def test_a_stopped_run_saves_its_checkpoint_though_its_engine_is_dead_or_hangs(t
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
     run: Any = SimpleNamespace(checkpoints=checkpoints, config=settings, colocated=True, engine=engine, folder=tmp_path)
     said: list[str] = []
-    trainer: Any = SimpleNamespace(save=save, has_trained=True)
+    trainer: Any = SimpleNamespace(save=save, differs_from_start=True)
     asyncio.run(save_stopped(run, trainer, LoopState(step=5), SimpleNamespace(say=said.append)))  # type: ignore[arg-type]
     saved = checkpoints.newest()
     assert saved is not None and load_json(saved)["step"] == 5 and (saved / "weights").exists()
