@@ -32,7 +32,7 @@ def follow(run: FollowedRun, response: dict[str, Any]) -> dict[str, Any]:
 def test_the_first_response_has_everything_and_later_ones_what_was_appended(folder):
     run = FollowedRun(folder)
     first = run.updates()
-    assert first["name"] == "geo3k" and first["config"]["optim"] == {"lr": 1e-4}
+    assert first["name"] == "geo3k" and first["config"]["optim"] == {"lr": 1e-4, "weight_decay": 0.0}
     assert [len(first[name]) for name in LISTS] == [4, 14, 2, 2] and not first["more"]
     append(folder / "metrics.jsonl", {"step": 3, "reward/mean": 0.75})
     later = follow(run, first)

@@ -218,12 +218,13 @@ def test_advisories_failures_and_settings_are_shown(browser, page):
     browser.press("3")
     assert browser.texts(".reason summary") == ["3\u00d7 TimeoutError: step() of <ZoomEnv object at N> took N s"]
     browser.press("4")
-    assert ["optim.lr", "0.0001"] in [
-        row.split("\n")
-        for row in browser.run(
-            "[...document.querySelectorAll('.config tr')].map((row) => [...row.cells].map((c) => c.textContent).join('\\n'))"
-        )
-    ]
+    cells = "[...document.querySelectorAll('.config tr')].map((row) => [...row.cells].map((c) => c.textContent))"
+    changed = {name: values for name, *values in browser.run(cells) if len(values) == 2}
+    assert changed["setting"] == ["geo3k", "default"] and changed["optim.lr"] == ["0.0001", "0.000001"]
+    assert all(value != default for value, default in changed.values())
+    browser.click("#view button", "differences only")
+    everything = {name: values for name, *values in browser.run(cells) if len(values) == 2}
+    assert changed.items() < everything.items()
 
 
 def test_a_views_key_is_the_same_without_failures(browser, folder, tmp_path):

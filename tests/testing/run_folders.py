@@ -38,7 +38,7 @@ def write_run_folder(
     (folder / "images").mkdir(parents=True)
     config: dict[str, Any] = {
         "name": folder.name,
-        "optim": {"lr": 1e-4},
+        "optim": {"lr": 1e-4, "weight_decay": 0.0},
         "train": {"steps": steps},
         "eval": {"chance": 0.25},
     }

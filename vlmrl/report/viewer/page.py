@@ -19,6 +19,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from vlmrl.config import Config
+from vlmrl.report.records import plain
 from vlmrl.report.viewer.followed_run import FollowedRun
 from vlmrl.utils.output_files import open_regular, whole_file
 
@@ -105,7 +107,7 @@ def page_halves(title: str, data: Mapping[str, Any]) -> tuple[str, str]:
         f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data: blob:; connect-src 'self'; "
         f"style-src {_hash(style)}; script-src {_hash(script)}"
     )
-    data_element = _data_element("data", script_json(data))
+    data_element = _data_element("data", script_json({**data, "defaults": plain(Config())}))
     values = {"TITLE": html.escape(title), "POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data_element}
     template = folder.joinpath("page.html").read_text(encoding="utf-8")
     start, end = template.split("__MORE_DATA__")

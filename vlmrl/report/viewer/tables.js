@@ -125,22 +125,21 @@ function flat(value, prefix = "") {
 
 let onlyDifferences = true;
 
+/* The settings of several runs, or of one run beside the defaults. */
 function configView() {
-  const settings = runs.map((r) => new Map(flat(r.config))),
-    names = unique(settings.flatMap((map) => [...map.keys()])).filter(Boolean);
-  const texts = (name) => settings.map((map) => (map.has(name) ? plainText(map.get(name)) : ""));
+  const runColumns = runs.map((r) => [r.name, new Map(flat(r.config))]),
+    names = unique(runColumns.flatMap(([, settings]) => [...settings.keys()])).filter(Boolean);
+  const columns = runs.length > 1 ? runColumns : [...runColumns, ["default", new Map(flat(START.defaults))]];
+  const texts = (name) => columns.map(([, settings]) => (settings.has(name) ? plainText(settings.get(name)) : ""));
   const differ = (name) => new Set(texts(name)).size > 1;
-  const several = runs.length > 1,
-    shown = several && onlyDifferences ? names.filter(differ) : names;
+  const shown = onlyDifferences ? names.filter(differ) : names;
   return el(
     "div",
     { class: "page" },
-    several
-      ? toggle("differences only", onlyDifferences, () => {
-          onlyDifferences = !onlyDifferences;
-          draw();
-        })
-      : null,
+    toggle("differences only", onlyDifferences, () => {
+      onlyDifferences = !onlyDifferences;
+      draw();
+    }),
     summaryTable(),
     shown.length
       ? el(
@@ -153,19 +152,19 @@ function configView() {
               "tr",
               {},
               el("th", {}, "setting"),
-              runs.map((r) => el("th", {}, r.name)),
+              columns.map(([title]) => el("th", {}, title)),
             ),
             shown.map((name) =>
               el(
                 "tr",
-                { class: several && differ(name) ? "differs" : "" },
+                { class: !onlyDifferences && differ(name) ? "differs" : "" },
                 el("td", {}, name),
                 texts(name).map((text) => el("td", {}, text)),
               ),
             ),
           ),
         )
-      : el("p", { class: "empty" }, several ? "The settings are equal." : "This page has no settings."),
+      : el("p", { class: "empty" }, names.length ? "The settings are equal." : "This page has no settings."),
   );
 }
 
