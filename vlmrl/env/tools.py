@@ -25,8 +25,10 @@ import asyncio
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -182,16 +184,18 @@ class ToolEnv(Env):
         return [tool_message(result) for result in observation["tool_results"]]
 
     def _start(self, call: ToolCall, several: bool) -> ToolResult | Future[Any]:
-        """Start a call. Of several calls, plain functions run in new threads; anything else is called now, in the env's thread."""
+        """Start a call. Of several, plain functions run in new threads; anything else is called now, in the env's thread."""
         if call.problem:
             return ToolResult(problem=encodable(call.problem))
         function = self.find_function(call.name)
         arguments = hinted_arguments(self.functions, call.name, call.arguments)
-        is_method = getattr(function, "__self__", None) is self
-        if is_method or not several or inspect.iscoroutinefunction(function):
+        if not several:
             return _call_now(function, **arguments)
+        run = partial(_as_returned, function)
+        if getattr(function, "__self__", None) is self or inspect.iscoroutinefunction(function):
+            return _call_now(run, **arguments)
         thread = DaemonPool("tool")
-        future = thread.submit(partial(function, **arguments))
+        future = thread.submit(partial(run, **arguments))
         thread.close()
         return future
 
@@ -248,6 +252,36 @@ def _call_now(function: Callable[..., Any], *args: Any, **arguments: Any) -> Fut
 
 async def _finished(result: T) -> T:
     return result
+
+
+def _as_returned(function: Callable[..., Any], /, **arguments: Any) -> Any:
+    """What one of several calls returns, as it is then: the next call may draw on its image, or add to its list."""
+    value = function(**arguments)
+    return _kept_when_awaited(value) if inspect.isawaitable(value) else _kept(value)
+
+
+async def _kept_when_awaited(value: Awaitable[Any]) -> Any:
+    return _kept(await value)
+
+
+def _kept(value: Any) -> Any:
+    """A copy of a value with the images, lists, dicts and dataclasses in it."""
+    if isinstance(value, Image.Image | np.ndarray):
+        with suppress(Exception):  # whoever shows one that does not decode raises the error
+            return value.copy()
+        return value
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_kept, value))
+    if isinstance(value, dict):
+        items = copy(value)
+        items.update((key, _kept(item)) for key, item in value.items())
+        return items
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | DecodedImage):
+        fields = copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(fields, field.name, _kept(getattr(value, field.name)))
+        return fields
+    return value
 
 
 def parts_of(value: Any) -> list[dict[str, Any]]:
