@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +164,9 @@ def test_the_results_of_several_calls_show_what_each_returned():
                 color: The color.
             """
             self.draw(color)
-            return Seen(self.canvas, self.notes) if color == "red" else {"frame": self.canvas, "notes": self.notes}
+            if color == "red":
+                return Seen(self.canvas, self.notes)
+            return Counter({"frame": self.canvas, "notes": self.notes})  # a dict whose update() adds
 
         functions = [draw, look]  # noqa: RUF012
 

@@ -274,7 +274,8 @@ def _kept(value: Any) -> Any:
         return type(value)(map(_kept, value))
     if isinstance(value, dict):
         items = copy(value)
-        items.update((key, _kept(item)) for key, item in value.items())
+        for key, item in value.items():
+            items[key] = _kept(item)
         return items
     if dataclasses.is_dataclass(value) and not isinstance(value, type | DecodedImage):
         fields = copy(value)
