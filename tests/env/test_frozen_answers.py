@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -130,6 +133,56 @@ def test_results_of_async_tools_are_shown_in_the_envs_thread():
     trajectory = play(Tools, [call + call, "done"])
     assert trajectory.reward == 1.0 and "a door" in str(trajectory.turns[1].messages)
     assert threads == ["MainThread", "MainThread", "vlmrl-env-0"]
+
+
+def test_the_results_of_several_calls_show_what_each_returned():
+    """The first of two frames on one canvas was shown as the second, and a list as it was after the last call."""
+
+    @dataclass
+    class Seen:
+        frame: Image.Image
+        notes: list[str]
+
+    class Sketch(ToolEnv):
+        def reset(self):
+            self.canvas, self.notes = Image.new("RGB", (64, 32)), []
+
+        def draw(self, color: str) -> Any:
+            """Draw on the canvas.
+
+            Args:
+                color: The color.
+            """
+            ImageDraw.Draw(self.canvas).rectangle((0, 0, 64, 32), color)
+            self.notes.append(color)
+            return {"red": obs(color, images=[self.canvas]), "green": [color, self.canvas]}.get(color, self.canvas)
+
+        async def look(self, color: str) -> Any:
+            """Draw, and tell all.
+
+            Args:
+                color: The color.
+            """
+            self.draw(color)
+            if color == "red":
+                return Seen(self.canvas, self.notes)
+            return Counter({"frame": self.canvas, "notes": self.notes})  # a dict whose update() adds
+
+        functions = [draw, look]  # noqa: RUF012
+
+        def judge(self, response: str) -> float:
+            return 1.0
+
+    def calls(name: str) -> str:
+        return "".join(
+            f'<tool_call>{{"name": "{name}", "arguments": {{"color": "{color}"}}}}</tool_call>' for color in COLORS
+        )
+
+    trajectory = play_audited(Sketch, [calls("draw"), calls("look"), "done"], max_tokens=4000)
+    drawn, looked = trajectory.turns[1:]
+    assert [item.image.getpixel((0, 0)) for item in (*drawn.media, *looked.media)] == RGB + RGB
+    texts = [message["content"][-1]["text"] for message in looked.messages]
+    assert [json.loads(text)["notes"] for text in texts] == [[*COLORS, *COLORS[:count]] for count in (1, 2, 3)]
 
 
 def test_an_image_that_does_not_decode_stays_as_it_is():

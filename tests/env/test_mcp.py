@@ -237,6 +237,18 @@ def test_episodes_over_http_share_a_server_and_have_local_functions_too(http_ser
 
 
 @slow
+def test_a_tool_that_is_allowed_and_that_the_server_lacks_is_an_error():
+    """A misspelled name, or that of a tool that the server had yesterday: the policy was trained without it, unsaid."""
+
+    class Misspelled(Shouter):
+        allowed = ("shout", "paint", "ad", "divde")
+
+    failed = play(Misspelled, ["done"], options={"server": COMMAND}, max_env_retries_per_turn=0, max_tokens=4000)
+    assert failed.ending == "error" and failed.reward is None
+    assert "has no tool ad, divde, which Misspelled.allowed names; its tools are paint, add, whoami," in failed.error
+
+
+@slow
 def test_after_a_server_died_a_new_one_replays_the_episode(tmp_path: Path):
     responses = [call("add", a=1, b=1), call("vanish", marker=str(tmp_path / "marker")), "done"]
     trajectory = play(Painter, responses, options={"server": COMMAND}, max_tokens=4000, max_response_tokens=1000)

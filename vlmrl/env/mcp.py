@@ -60,7 +60,7 @@ class McpEnv(ToolEnv):
     """
 
     allowed: ClassVar[Collection[str] | None] = None
-    """Names of the server's tools that the model may call; ``None``: all."""
+    """Names of the server's tools that the model may call; ``None``: all. A server that lacks one of them is an env error."""
 
     def __init__(self, task: Task, server: str, server_log: str | None = None) -> None:
         super().__init__(task)
@@ -100,6 +100,11 @@ class McpEnv(ToolEnv):
         except Exception as error:
             raise self._failure(", its tools", error) from error
         own = set(map(tool_name, type(self).tools))
+        if lacking := sorted(set(self.allowed or ()) - own - set(map(tool_name, listed))):
+            raise RuntimeError(
+                f"MCP server {self.server} has no tool {', '.join(lacking)}, which {type(self).__name__}.allowed names; its tools are "
+                f"{', '.join(map(tool_name, listed)):.2000}."
+            )
         offered = [schema for schema in listed if tool_name(schema) not in own]
         served = [schema for schema in offered if self.allowed is None or tool_name(schema) in self.allowed]
         self._served = set(map(tool_name, served))

@@ -25,8 +25,9 @@ import asyncio
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -182,16 +183,18 @@ class ToolEnv(Env):
         return [tool_message(result) for result in observation["tool_results"]]
 
     def _start(self, call: ToolCall, several: bool) -> ToolResult | Future[Any]:
-        """Start a call. Of several calls, plain functions run in new threads; anything else is called now, in the env's thread."""
+        """Start a call. Of several, plain functions run in new threads; anything else is called now, in the env's thread."""
         if call.problem:
             return ToolResult(problem=encodable(call.problem))
         function = self.find_function(call.name)
         arguments = hinted_arguments(self.functions, call.name, call.arguments)
-        is_method = getattr(function, "__self__", None) is self
-        if is_method or not several or inspect.iscoroutinefunction(function):
+        if not several:
             return _call_now(function, **arguments)
+        run = partial(_as_returned, function)
+        if getattr(function, "__self__", None) is self or inspect.iscoroutinefunction(function):
+            return _call_now(run, **arguments)
         thread = DaemonPool("tool")
-        future = thread.submit(partial(function, **arguments))
+        future = thread.submit(partial(run, **arguments))
         thread.close()
         return future
 
@@ -248,6 +251,24 @@ def _call_now(function: Callable[..., Any], *args: Any, **arguments: Any) -> Fut
 
 async def _finished(result: T) -> T:
     return result
+
+
+def _as_returned(function: Callable[..., Any], /, **arguments: Any) -> Any:
+    """What one of several calls returns, as it is then: the next call may draw on its image, or add to its list."""
+    value = function(**arguments)
+    return _copied_when_awaited(value) if inspect.isawaitable(value) else _copied(value)
+
+
+async def _copied_when_awaited(value: Awaitable[Any]) -> Any:
+    return _copied(await value)
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy; the value itself if it has none, such as an image that does not decode, whose error is raised where it is shown."""
+    try:
+        return deepcopy(value)
+    except Exception:
+        return value
 
 
 def parts_of(value: Any) -> list[dict[str, Any]]:

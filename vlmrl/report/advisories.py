@@ -210,8 +210,8 @@ def images_not_needed(seen: Observed) -> tuple[str, str] | None:
     if not is_learned or reward - blanked > 2 * math.hypot(error, blanked_error):
         return None
     return (
-        f"with blanked images the reward is {blanked:.3f} ± {blanked_error:.3f}, and with images {reward:.3f} ± {error:.3f}: it "
-        "does not depend on the images. The text may give the answer away, or the images may be too small to read "
+        f"with blanked images the reward is {blanked:.3f} ± {blanked_error:.3f}, and with images {reward:.3f} ± {error:.3f}, "
+        "which is within two standard errors. The text may give the answer away, or the images may be too small to read "
         "(model.max_image_pixels).",
         "data",
     )
