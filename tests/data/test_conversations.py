@@ -214,6 +214,14 @@ def test_each_row_of_two_datasets_in_one_file_has_its_own_columns(tmp_path):
     ]
 
 
+def test_functions_are_the_tools_of_a_row_with_function_calls(tmp_path):
+    """Of OpenAI's earlier form, calls were trained without the functions that the prompt has to show."""
+    call = {"role": "assistant", "content": None, "function_call": {"name": "zoom", "arguments": "{}"}}
+    functions = [{"name": "zoom", "parameters": {"type": "object"}}]
+    row = {"messages": [{"role": "user", "content": "a"}, call], "functions": functions}
+    assert load(written(tmp_path, [row]))[0][0].data["tools"] == functions
+
+
 def test_a_column_of_images_that_the_messages_show_already_is_refused(tmp_path):
     """The images were shown a second time, before the next question."""
     shown = [{"type": "image_url", "image_url": {"url": uri(1)}}, {"type": "text", "text": "a"}]
@@ -232,7 +240,12 @@ IGNORED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b
 LACKING = [{"content": None}, {"text": "A"}, {"content": None, "refusal": "No."}, {"content": None, "tool_calls": []}]
 BAD = {
     "roles": [row(*talk) for talk in ([SAY], [ASK], [ASK, SAY, SAY], [("tool", "a"), SAY], [ASK, ("critic", "b")])],
-    "marks": [row(("user", "<image><image>a"), SAY, images=["1.png"])],
+    "marks": [
+        row(("user", "<image><image>a"), SAY, images=["1.png"]),
+        row(("user", "<video>a"), SAY, videos=["1.mp4"]),
+        row(("user", "<image>a <audio>"), SAY, images=["1.png"], audios=["1.wav"]),
+        row(ASK, SAY, ("tool", "<video>"), SAY, video="1.mp4"),
+    ],
     "images": [row(ASK, SAY, images=["none.png"]), row(("user", "<image>"), SAY, images=["1.png", "1.png"])],
     "untrained": [{"messages": IGNORED, "images": None}],
     "unreadable": [

@@ -19,12 +19,15 @@ from typing import Any
 
 import PIL.Image
 
+from vlmrl.multimodal.messages import parts_of_message
 from vlmrl.types import ImageSource, Message
 
 MARK = "<image>"
 PLAIN_MARK = "For a mark that is plain text, give the prompt as messages with a list of parts, where marks are not read"
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
+UNREAD = {"video": ("<video>", MARK), "audio": ("<audio>",)}
+"""What no model here reads: how the names of its columns begin, and its marks."""
 
 
 class RowImages:
@@ -140,6 +143,26 @@ def content_problem(message: Message) -> str:
         return ""
     given = ", ".join(repr(key) for key, value in message.items() if value is not None)
     return f"a message of the role {message['role']!r:.50} has no 'content', only {given:.200}"
+
+
+def unread_mark(messages: list[Message], row: dict[str, Any]) -> str:
+    """What is wrong with messages that have the mark of a video or an audio of their row, which would be read as text; else ``""``.
+
+    The row's images are in the messages already, so that an ``<image>`` in a text beside a video is the video's.
+    """
+    shown = [parts_of_message(message) for message in messages if message["role"] in ("user", "tool")]
+    texts = [str(part.get("text")) for parts in shown for part in parts]
+    for name, marks in UNREAD.items():
+        mark = next((mark for mark in marks if any(mark in text for text in texts)), None)
+        column = next((key for key in row if str(key).lower().startswith(name) and _is_filled(row[key])), None)
+        if mark is not None and column is not None:
+            what = f"a text has the mark {mark} of its column {column!r}, but videos and audio are not read"
+            return f"{what}: remove the row, or show frames as images in the mark's place"
+    return ""
+
+
+def _is_filled(value: Any) -> bool:
+    return value is not None and not (isinstance(value, str | list | dict) and not value)
 
 
 def _is_first(messages: list[Message], marked: list[Message]) -> bool:
