@@ -253,6 +253,8 @@ BAD = {
         *({"messages": [IGNORED[0], IGNORED[1] | {"weight": weight}], "images": None} for weight in (0.5, "0", -1)),
         *({"messages": [IGNORED[0], {"role": "assistant"} | each], "images": None} for each in LACKING),
         {"messages": [{"role": "user", "text": "Q"}, {"role": "assistant", "content": "A"}], "images": None},
+        {"messages": [{"role": "user", "content": "Q", "images": ["1.png"]}, {"role": "assistant", "content": "A"}]},
+        {"conversations": [{"from": "human", "value": "Q", "image": "1.png"}, {"from": "gpt", "value": "A"}]},
     ],
 }
 

@@ -28,6 +28,8 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
 UNREAD = {"video": ("<video>", MARK), "audio": ("<audio>",)}
 """What no model here reads: how the names of its columns begin, and its marks."""
+BESIDE = ("image", "images", "image_url", "image_path", "video", "videos", "audio", "audios")
+"""Fields of a message beside its content that are not read: no chat template shows them."""
 
 
 class RowImages:
@@ -135,10 +137,14 @@ class RowImages:
 
 
 def content_problem(message: Message) -> str:
-    """What is wrong with a message that has no content, such as one with its text under another name; else ``""``.
+    """What is wrong with a message that has images beside its content, or no content, such as one with its text under another name.
 
-    Without an error the prompt would lack its text, or an empty response would be trained. Calls and results of tools may have none.
+    Else ``""``. Without an error the prompt would lack its images or its text, or an empty response would be trained. Calls and
+    results of tools may have no content.
     """
+    if beside := next((key for key in BESIDE if _is_filled(message.get(key))), None):
+        what = f"a message of the role {message['role']!r:.50} has {beside!r} beside its content, which no chat template shows"
+        return f"{what}: put images into parts of the content, or into the row's column of images"
     if message.get("content") is not None or message.get("tool_calls") or message["role"] == "tool":
         return ""
     given = ", ".join(repr(key) for key, value in message.items() if value is not None)
