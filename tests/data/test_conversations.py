@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlmrl import SFT, Config, Conversations
+from vlmrl import SFT, Config, Conversations, Data
+from vlmrl.data import load_tasks
 from vlmrl.data.conversations import load_conversations
 from vlmrl.multimodal.images import load_image
 from vlmrl.multimodal.masks import RowError
@@ -212,6 +213,32 @@ def test_each_row_of_two_datasets_in_one_file_has_its_own_columns(tmp_path):
         [("system", "S"), ("user", 1, "a")],
         [("system", "T"), ("user", 2, "a")],
     ]
+
+
+CALLS = [
+    {"name": "f", "parameters": {"a": 1}},
+    {"function": {"name": "f", "args": "{}"}},
+    {"tool": "f", "arguments": {}},
+]
+
+
+@pytest.mark.parametrize("called", CALLS)
+def test_a_call_whose_arguments_or_name_have_another_name_is_a_bad_row(tmp_path, called):
+    """As Llama writes calls. Templates that write arguments one by one, such as Qwen3.5's, trained the call without them."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    told = [{"from": "human", "value": "a"}, {"from": "function_call", "value": json.dumps(called)}]
+    for row in ({"messages": talk}, {"conversations": told}):
+        with pytest.raises(RowError, match="a call needs a name and arguments") as info:
+            load(written(tmp_path, [row]))[0][0]
+        assert info.value.reason == "unreadable"
+    with pytest.raises(ValueError, match=r"row 0 .* a call needs a name and arguments"):
+        load_tasks(Data(str(written(tmp_path, [{"prompt": [*talk, {"role": "tool", "content": "1"}]}])), seed=None))[0]
+
+
+def test_a_call_without_arguments_is_none_of_another_form(tmp_path):
+    bare = [{"type": "function", "id": "1", "function": {"name": "f", "arguments": None}}, {"name": "f"}]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": bare}]
+    assert len(load(written(tmp_path, [{"messages": talk}]))[0][0].prompt[1]["tool_calls"]) == 2
 
 
 def test_functions_are_the_tools_of_a_row_with_function_calls(tmp_path):

@@ -23,6 +23,7 @@ from vlmrl.data.row_images import (
     MARK,
     OWN_SOURCE,
     RowImages,
+    call_problem,
     content_problem,
     image_parts,
     json_as_written,
@@ -190,6 +191,8 @@ def _message(given: dict[str, Any]) -> Message:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
+    if problem := call_problem(call):
+        raise RowError("unreadable", f"{problem}.")
     function = dict(call.get("function") or {key: call.get(key) for key in ("name", "arguments")})
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # as in the API; templates write an object

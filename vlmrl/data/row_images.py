@@ -28,6 +28,8 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
 UNREAD = {"video": ("<video>", MARK), "audio": ("<audio>",)}
 """What no model here reads: how the names of its columns begin, and its marks."""
+CALL_FIELDS = ("name", "arguments", "id", "type", "index")
+"""The fields of a call and of its function that change nothing, or that are read."""
 BESIDE = ("image", "images", "image_url", "image_path", "video", "videos", "audio", "audios")
 """Fields of a message beside its content that are not read: no chat template shows them."""
 
@@ -94,7 +96,9 @@ class RowImages:
 
     def _message(self, message: Message) -> Message:
         """A copy with image parts in one form and without the empty keys that columnar files add."""
-        if problem := content_problem(message):
+        calls = message.get("tool_calls")
+        problems = [call_problem(call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+        if problem := next(filter(None, [content_problem(message), *problems]), None):
             raise ValueError(f"{self.where}: {problem}")
         made = {key: value for key, value in message.items() if value is not None}
         if "tool_calls" in made:
@@ -149,6 +153,18 @@ def content_problem(message: Message) -> str:
         return ""
     given = ", ".join(repr(key) for key, value in message.items() if value is not None)
     return f"a message of the role {message['role']!r:.50} has no 'content', only {given:.200}"
+
+
+def call_problem(call: dict[str, Any]) -> str:
+    """What is wrong with a call that has its name or its arguments under another name, such as Llama's ``parameters``; else ``""``.
+
+    Some chat templates would write it without them.
+    """
+    function = call.get("function") or call
+    others = [key for key in function if key not in CALL_FIELDS and _is_filled(function[key])]
+    if function.get("name") and (function.get("arguments") is not None or not others):
+        return ""
+    return f"a call needs a name and arguments, but it has {', '.join(map(repr, function)):.200}"
 
 
 def unread_mark(messages: list[Message], row: dict[str, Any]) -> str:
