@@ -351,3 +351,40 @@ def test_a_message_of_a_role_that_the_template_leaves_out_is_a_bad_row(tmp_path,
     played = asyncio.run(loop.play(source[0], "g", "g/0"))
     assert played.non_retryable and f"leaves out messages of the role '{role}'" in played.error
     assert loop.renderer.prompt([{"role": "user", "content": "what?"}]).token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "columns"),
+    [
+        ("<video>what?", {"videos": ["a.mp4"]}),
+        ([{"role": "user", "content": "<image><video>what?"}], {"images": ["0.png"], "videos": [{"video": "a.mp4"}]}),
+        ("<image>what?", {"video": "a.mp4"}),
+        ("<audio>what?", {"audio_path": "a.wav"}),
+    ],
+)
+def test_a_mark_of_a_video_or_an_audio_of_its_row_is_a_bad_row(tmp_path, prompt, columns):
+    """In a file of images and videos, the model read the mark as text, and was trained without the video."""
+    Image.new("RGB", (64, 64)).save(tmp_path / "0.png")
+    none = dict.fromkeys(columns)
+    source = rows(
+        tmp_path, {"prompt": prompt} | columns, {"prompt": "what is <video>?"} | none, {"prompt": "x"} | columns
+    )
+    with pytest.raises(ValueError, match=r"row 0 .* the mark <(video|image|audio)> of its column '(video|audio)"):
+        source[0]
+    assert source[1].prompt and source[2].prompt
+
+
+@pytest.mark.parametrize(
+    ("role", "name"), [("user", "images"), ("user", "image"), ("tool", "images"), ("user", "videos")]
+)
+def test_images_beside_the_content_of_a_message_are_a_bad_row(tmp_path, role, name):
+    """As in requests of Ollama: the model read the text alone, and was trained without the images."""
+    Image.new("RGB", (64, 64)).save(tmp_path / "0.png")
+    message = {"role": role, "content": "what?"}
+    question = {"role": "user", "content": "a"}
+    source = rows(
+        tmp_path, {"prompt": [question, message | {name: ["0.png"]}]}, {"prompt": [question, message | {name: []}]}
+    )
+    with pytest.raises(ValueError, match=rf"row 0 .* a message of the role '{role}' has '{name}' beside its content"):
+        source[0]
+    assert len(source[1].prompt) == 2

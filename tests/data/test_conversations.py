@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlmrl import SFT, Config, Conversations
+from vlmrl import SFT, Config, Conversations, Data
+from vlmrl.data import load_tasks
 from vlmrl.data.conversations import load_conversations
 from vlmrl.multimodal.images import load_image
 from vlmrl.multimodal.masks import RowError
@@ -214,6 +215,40 @@ def test_each_row_of_two_datasets_in_one_file_has_its_own_columns(tmp_path):
     ]
 
 
+CALLS = [
+    {"name": "f", "parameters": {"a": 1}},
+    {"function": {"name": "f", "args": "{}"}},
+    {"tool": "f", "arguments": {}},
+]
+
+
+@pytest.mark.parametrize("called", CALLS)
+def test_a_call_whose_arguments_or_name_have_another_name_is_a_bad_row(tmp_path, called):
+    """As Llama writes calls. Templates that write arguments one by one, such as Qwen3.5's, trained the call without them."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    told = [{"from": "human", "value": "a"}, {"from": "function_call", "value": json.dumps(called)}]
+    for row in ({"messages": talk}, {"conversations": told}):
+        with pytest.raises(RowError, match="a call needs a name and arguments") as info:
+            load(written(tmp_path, [row]))[0][0]
+        assert info.value.reason == "unreadable"
+    with pytest.raises(ValueError, match=r"row 0 .* a call needs a name and arguments"):
+        load_tasks(Data(str(written(tmp_path, [{"prompt": [*talk, {"role": "tool", "content": "1"}]}])), seed=None))[0]
+
+
+def test_a_call_without_arguments_is_none_of_another_form(tmp_path):
+    bare = [{"type": "function", "id": "1", "function": {"name": "f", "arguments": None}}, {"name": "f"}]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": bare}]
+    assert len(load(written(tmp_path, [{"messages": talk}]))[0][0].prompt[1]["tool_calls"]) == 2
+
+
+def test_functions_are_the_tools_of_a_row_with_function_calls(tmp_path):
+    """Of OpenAI's earlier form, calls were trained without the functions that the prompt has to show."""
+    call = {"role": "assistant", "content": None, "function_call": {"name": "zoom", "arguments": "{}"}}
+    functions = [{"name": "zoom", "parameters": {"type": "object"}}]
+    row = {"messages": [{"role": "user", "content": "a"}, call], "functions": functions}
+    assert load(written(tmp_path, [row]))[0][0].data["tools"] == functions
+
+
 def test_a_column_of_images_that_the_messages_show_already_is_refused(tmp_path):
     """The images were shown a second time, before the next question."""
     shown = [{"type": "image_url", "image_url": {"url": uri(1)}}, {"type": "text", "text": "a"}]
@@ -232,7 +267,12 @@ IGNORED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b
 LACKING = [{"content": None}, {"text": "A"}, {"content": None, "refusal": "No."}, {"content": None, "tool_calls": []}]
 BAD = {
     "roles": [row(*talk) for talk in ([SAY], [ASK], [ASK, SAY, SAY], [("tool", "a"), SAY], [ASK, ("critic", "b")])],
-    "marks": [row(("user", "<image><image>a"), SAY, images=["1.png"])],
+    "marks": [
+        row(("user", "<image><image>a"), SAY, images=["1.png"]),
+        row(("user", "<video>a"), SAY, videos=["1.mp4"]),
+        row(("user", "<image>a <audio>"), SAY, images=["1.png"], audios=["1.wav"]),
+        row(ASK, SAY, ("tool", "<video>"), SAY, video="1.mp4"),
+    ],
     "images": [row(ASK, SAY, images=["none.png"]), row(("user", "<image>"), SAY, images=["1.png", "1.png"])],
     "untrained": [{"messages": IGNORED, "images": None}],
     "unreadable": [
@@ -240,6 +280,8 @@ BAD = {
         *({"messages": [IGNORED[0], IGNORED[1] | {"weight": weight}], "images": None} for weight in (0.5, "0", -1)),
         *({"messages": [IGNORED[0], {"role": "assistant"} | each], "images": None} for each in LACKING),
         {"messages": [{"role": "user", "text": "Q"}, {"role": "assistant", "content": "A"}], "images": None},
+        {"messages": [{"role": "user", "content": "Q", "images": ["1.png"]}, {"role": "assistant", "content": "A"}]},
+        {"conversations": [{"from": "human", "value": "Q", "image": "1.png"}, {"from": "gpt", "value": "A"}]},
     ],
 }
 

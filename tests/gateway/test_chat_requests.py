@@ -464,6 +464,15 @@ def test_a_request_with_many_urls_fetches_a_few_at_once_and_none_after_it_is_ref
     asyncio.run(refused())
 
 
+def test_a_url_that_is_none_is_the_clients_mistake():
+    """The endpoint's own error fails the trajectory: a policy whose URLs the agent sends could escape its reward."""
+    reader = images(images=("urls",))
+    part = {"type": "image_url", "image_url": {"url": "http://[::1/a.png"}}
+    parsed = read_openai_request({"messages": [{"role": "user", "content": [part]}]}, reader)
+    error = error_of(lambda: asyncio.run(reader.load(parsed.chat.messages)))
+    assert (error.status, error.code) == (400, "messages[0].content[0].image_url")
+
+
 def test_a_url_is_read_where_it_is_allowed():
     part = {"type": "image_url", "image_url": "https://example.org/a.png"}
     parsed = read_openai_request({"messages": [{"role": "user", "content": [part]}]}, images(images=("urls",)))

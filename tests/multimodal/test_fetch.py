@@ -89,6 +89,15 @@ def test_a_failure_that_will_stay_is_not_tried_again(failure: Answer, named: str
     assert fetched(failure) == (named, 1)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://[::1/x", "http://a:99999/x", "http://a:b/x", "http://a\\@b/x", "http://xn--/x"]
+)
+@pytest.mark.parametrize("hosts", [["*"], ["a"]])
+def test_what_is_no_address_is_refused(url: str, hosts: list[str]):
+    """A trajectory whose agent named one failed, and was played again, whatever the agent did about the error."""
+    assert get(url, hosts=hosts) == f"RefusedError: {url} is not an http address"
+
+
 def test_attempts_are_limited_and_the_last_failure_is_named(monkeypatch):
     monkeypatch.setattr(fetching, "ATTEMPTS", 2)
     assert fetched(web.Response(status=503)) == ("RetryableError: 503 Service Unavailable (2 attempts)", 2)

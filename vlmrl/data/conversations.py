@@ -23,9 +23,11 @@ from vlmrl.data.row_images import (
     MARK,
     OWN_SOURCE,
     RowImages,
+    call_problem,
     content_problem,
     image_parts,
     json_as_written,
+    unread_mark,
     without_nulls,
 )
 from vlmrl.data.source import Row, TaskSource, held_out, task_seed
@@ -37,7 +39,7 @@ EPISODES = "episodes.jsonl"
 COLUMNS = {
     "messages": ("messages", "conversations", "conversation"),
     "images": ("images", "image"),
-    "tools": ("tools",),
+    "tools": ("tools", "functions"),
     "system": ("system", "system_prompt"),
 }
 """The columns that a field is looked for in, without `sft.data.NAME.columns`."""
@@ -153,6 +155,8 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, list[str]], turns:
         raise
     except ValueError as error:
         raise RowError("images", str(error).removeprefix(f"{row_images.where}: ")) from error
+    if problem := unread_mark(prompt, row):
+        raise RowError("marks", f"{problem}.")
     number_of = {place - added: number for number, place in enumerate(responses)}
     sampled = {number_of[each["message"]]: each["token_ids"] for each in row.get("responses") or []}
     tools = _parsed(given("tools") or [])
@@ -187,6 +191,8 @@ def _message(given: dict[str, Any]) -> Message:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
+    if problem := call_problem(call):
+        raise RowError("unreadable", f"{problem}.")
     function = dict(call.get("function") or {key: call.get(key) for key in ("name", "arguments")})
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # as in the API; templates write an object

@@ -19,12 +19,19 @@ from typing import Any
 
 import PIL.Image
 
+from vlmrl.multimodal.messages import parts_of_message
 from vlmrl.types import ImageSource, Message
 
 MARK = "<image>"
 PLAIN_MARK = "For a mark that is plain text, give the prompt as messages with a list of parts, where marks are not read"
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
+UNREAD = {"video": ("<video>", MARK), "audio": ("<audio>",)}
+"""What no model here reads: how the names of its columns begin, and its marks."""
+CALL_FIELDS = ("name", "arguments", "id", "type", "index")
+"""The fields of a call and of its function that change nothing, or that are read."""
+BESIDE = ("image", "images", "image_url", "image_path", "video", "videos", "audio", "audios")
+"""Fields of a message beside its content that are not read: no chat template shows them."""
 
 
 class RowImages:
@@ -89,7 +96,9 @@ class RowImages:
 
     def _message(self, message: Message) -> Message:
         """A copy with image parts in one form and without the empty keys that columnar files add."""
-        if problem := content_problem(message):
+        calls = message.get("tool_calls")
+        problems = [call_problem(call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+        if problem := next(filter(None, [content_problem(message), *problems]), None):
             raise ValueError(f"{self.where}: {problem}")
         made = {key: value for key, value in message.items() if value is not None}
         if "tool_calls" in made:
@@ -132,14 +141,50 @@ class RowImages:
 
 
 def content_problem(message: Message) -> str:
-    """What is wrong with a message that has no content, such as one with its text under another name; else ``""``.
+    """What is wrong with a message that has images beside its content, or no content, such as one with its text under another name.
 
-    Without an error the prompt would lack its text, or an empty response would be trained. Calls and results of tools may have none.
+    Else ``""``. Without an error the prompt would lack its images or its text, or an empty response would be trained. Calls and
+    results of tools may have no content.
     """
+    if beside := next((key for key in BESIDE if _is_filled(message.get(key))), None):
+        what = f"a message of the role {message['role']!r:.50} has {beside!r} beside its content, which no chat template shows"
+        return f"{what}: put images into parts of the content, or into the row's column of images"
     if message.get("content") is not None or message.get("tool_calls") or message["role"] == "tool":
         return ""
     given = ", ".join(repr(key) for key, value in message.items() if value is not None)
     return f"a message of the role {message['role']!r:.50} has no 'content', only {given:.200}"
+
+
+def call_problem(call: dict[str, Any]) -> str:
+    """What is wrong with a call that has its name or its arguments under another name, such as Llama's ``parameters``; else ``""``.
+
+    Some chat templates would write it without them.
+    """
+    function = call.get("function") or call
+    others = [key for key in function if key not in CALL_FIELDS and _is_filled(function[key])]
+    if function.get("name") and (function.get("arguments") is not None or not others):
+        return ""
+    return f"a call needs a name and arguments, but it has {', '.join(map(repr, function)):.200}"
+
+
+def unread_mark(messages: list[Message], row: dict[str, Any]) -> str:
+    """What is wrong with messages that have the mark of a video or an audio of their row, which would be read as text; else ``""``.
+
+    The row's images are in the messages already, so that an ``<image>`` in a text beside a video is the video's.
+    """
+    shown = [parts_of_message(message) for message in messages if message["role"] in ("user", "tool")]
+    texts = [str(part.get("text")) for parts in shown for part in parts]
+    for name, marks in UNREAD.items():
+        mark = next((mark for mark in marks if any(mark in text for text in texts)), None)
+        column = next((key for key in row if str(key).lower().startswith(name) and _is_filled(row[key])), None)
+        if mark is not None and column is not None:
+            what = f"a text has the mark {mark} of its column {column!r}, but videos and audio are not read"
+            return f"{what}: remove the row, or show frames as images in the mark's place"
+    return ""
+
+
+def _is_filled(value: Any) -> bool:
+    return value is not None and not (isinstance(value, str | list | dict) and not value)
 
 
 def _is_first(messages: list[Message], marked: list[Message]) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmrl.config import Data
 from vlmrl.config.code import local_data, resolve_function
-from vlmrl.data.row_images import IMAGE_SUFFIXES, MARK, PLAIN_MARK, RowImages, image_parts
+from vlmrl.data.row_images import IMAGE_SUFFIXES, MARK, PLAIN_MARK, RowImages, image_parts, unread_mark
 from vlmrl.types import Message, Task
 from vlmrl.utils.require import require
 from vlmrl.utils.users_line import describe_error
@@ -325,6 +325,8 @@ def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, r
     row_images.set_column(row[columns["images"]] if "images" in columns else None)
     prompt = _with_system(row_images.messages(row[columns["prompt"]]), system)
     _check_last(row_images.where, prompt)
+    if problem := unread_mark(prompt, row):
+        raise ValueError(f"{row_images.where}: {problem}.")
     if "images" not in columns:
         _check_marks(row_images.where, prompt, row)
     elif not row_images.sources:  # as in a file of two datasets, of which one has another column

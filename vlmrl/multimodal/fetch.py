@@ -63,7 +63,7 @@ async def fetch(url: str, seconds: float = SECONDS, hosts: Collection[str] | Non
 
     async def attempt() -> bytes:
         try:
-            return await _get(URL(url), hosts)
+            return await _get(url, hosts)
         except RetryableError as error:
             failures.append(str(error))
             raise
@@ -78,10 +78,12 @@ async def fetch(url: str, seconds: float = SECONDS, hosts: Collection[str] | Non
         raise RetryableError(f"{error} ({len(failures)} attempts)") from error
 
 
-async def _get(url: URL, hosts: Collection[str] | None) -> bytes:
+async def _get(address: str, hosts: Collection[str] | None) -> bytes:
+    url: str | URL = address
     for _ in range(MAX_REDIRECTS + 1):
-        session, options = _route(url, hosts)
         try:
+            url = URL(url)
+            session, options = _route(url, hosts)
             async with session.get(url, allow_redirects=False, timeout=TIMES, **options) as response:
                 if response.status not in REDIRECTS or "Location" not in response.headers:
                     return await _content(response)
@@ -90,7 +92,7 @@ async def _get(url: URL, hosts: Collection[str] | None) -> bytes:
             raise RefusedError(f"{url} is not an http address") from error
         except (aiohttp.ClientError, OSError) as error:
             if NOT_PUBLIC in str(error):
-                raise RefusedError(f"{url.host} {NOT_PUBLIC}") from error
+                raise RefusedError(f"{URL(url).host} {NOT_PUBLIC}") from error
             raise RetryableError(f"{type(error).__name__}: {error}") from error
     raise RefusedError(f"it has more than {MAX_REDIRECTS} redirects")
 
