@@ -160,7 +160,7 @@ def call_problem(call: dict[str, Any]) -> str:
 
     Some chat templates would write it without them.
     """
-    function = call.get("function") or call
+    function = call["function"] if isinstance(call.get("function"), dict) else call
     others = [key for key in function if key not in CALL_FIELDS and _is_filled(function[key])]
     if function.get("name") and (function.get("arguments") is not None or not others):
         return ""
