@@ -132,7 +132,7 @@ def test_results_of_async_tools_are_shown_in_the_envs_thread():
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     trajectory = play(Tools, [call + call, "done"])
     assert trajectory.reward == 1.0 and "a door" in str(trajectory.turns[1].messages)
-    assert threads == ["MainThread", "MainThread", "vlmrl-env-0"]
+    assert threads == ["vlmrl-envs", "vlmrl-envs", "vlmrl-env-0"]
 
 
 def test_the_results_of_several_calls_show_what_each_returned():

@@ -102,7 +102,7 @@ def test_async_methods_are_awaited():
 
         async def step(self, response_text: str) -> Step:  # type: ignore[override]
             await asyncio.sleep(0)
-            return obs(response_text), False, {"loop_thread": threading.current_thread() is threading.main_thread()}
+            return obs(response_text), False, {"envs_loop": threading.current_thread().name == "vlmrl-envs"}
 
         async def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
             return {"role": "tool", "content": observation["obs_str"]}
@@ -116,7 +116,7 @@ def test_async_methods_are_awaited():
     _, (start, first, final) = run(Async, ["a"], finish="env_done")
     assert start == [{"role": "user", "content": "async"}]
     assert first.messages == [{"role": "tool", "content": "a"}]
-    assert first.metrics == {"loop_thread": 1.0}
+    assert first.metrics == {"envs_loop": 1.0}
     assert final == 2.0
     assert Async.log == ["closed"]
 
@@ -183,10 +183,10 @@ async def test_an_async_step_that_ignores_its_cancellation_times_out_too():
             try:
                 await asyncio.sleep(3600)
             except asyncio.CancelledError:
-                await goes_on.wait()
+                await asyncio.to_thread(goes_on.wait)
             raise AssertionError
 
-    goes_on = asyncio.Event()
+    goes_on = threading.Event()
     session = new_session(Ignores, timeout=0.1, max_retries=0)
     with pytest.raises(EnvError, match=r"timed out after 0\.1 s"):
         await started(session, lambda: session.step("a"))
@@ -530,11 +530,11 @@ def test_an_async_close_is_called_but_not_awaited_when_the_run_stops():
             raise AssertionError
 
         async def close(self) -> None:  # type: ignore[override]
-            await gate.wait()
+            await asyncio.to_thread(gate.wait)
             self.log.append("closed")
             closed.set()
 
-    gate, closed = asyncio.Event(), asyncio.Event()
+    gate, closed = threading.Event(), threading.Event()
 
     async def go() -> None:
         loop = turn_loop(Open, ["a"])
@@ -546,7 +546,7 @@ def test_an_async_close_is_called_but_not_awaited_when_the_run_stops():
             await playing
         assert Open.log[-1] == "step"
         gate.set()
-        await asyncio.wait_for(closed.wait(), 600)
+        assert await asyncio.to_thread(closed.wait, 600)
 
     asyncio.run(go())
     assert Open.log[-1] == "closed"

@@ -16,10 +16,11 @@ import pytest
 from PIL import Image
 
 from vlmrl.config import Config, Gateway, Rollout
-from vlmrl.gateway import agent_command, agents, command_log
+from vlmrl.gateway import agent_command, command_log
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agents import AgentError, Agents, AgentSpec, resolve_agent
 from vlmrl.types import Task
+from vlmrl.utils import user_loop
 
 RED = Image.new("RGB", (8, 4), "red")
 PROMPT = [{"role": "user", "content": [{"type": "image", "image": RED}, {"type": "text", "text": "Which color?"}]}]
@@ -91,7 +92,7 @@ def test_a_timeout_of_the_agents_own_is_not_the_deadline(run):
 
 
 def test_an_agent_beyond_its_deadline_fails_and_is_cancelled(run, monkeypatch):
-    monkeypatch.setattr(agents, "ANSWER_SECONDS", 600.0)
+    monkeypatch.setattr(user_loop, "ANSWER_SECONDS", 600.0)
     begun, ended = threading.Event(), threading.Event()
 
     async def sleeps(task, client):
@@ -352,6 +353,7 @@ from vlmrl.config import Gateway
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agents import Agents, AgentSpec
 from vlmrl.types import Task
+from vlmrl.utils import user_loop
 folder = pathlib.Path(sys.argv[1])
 command = ("sh", "-c", f"pwd > {folder}/cwd; echo $$ > {folder}/pid; setsid sleep 3600 & echo $! > {folder}/child; wait")
 agents = Agents(AgentSpec("a", command=command), Gateway(), folder)

@@ -1,8 +1,8 @@
 """Runs the env of one trajectory: its thread, deadlines and retries.
 
 The turn loop calls an env only through :class:`EnvSession`. Plain methods run in the env's own daemon thread, async ones in the event
-loop; each call has a deadline. After an error a new env replays the responses so far, those that the env rejected with RetryTurn
-included, and its answers are compared with the first ones.
+loop of all async envs; each call has a deadline. After an error a new env replays the responses so far, those that the env rejected
+with RetryTurn included, and its answers are compared with the first ones.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
 from vlmrl.multimodal.images import copy_on_write
 from vlmrl.types import TRUNCATED, Message, Task
-from vlmrl.utils.threads import DaemonPool, await_user_code, close_unawaited, drop_result, run_awake
+from vlmrl.utils.threads import DaemonPool, drop_result, run_awake
+from vlmrl.utils.user_loop import UserLoop
 from vlmrl.utils.users_line import defined_at, describe_error
-from vlmrl.utils.work_pool import DeadlineError, abandonable, cpu_pool
+from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
 
 class EnvError(Exception):
@@ -42,6 +43,8 @@ class EnvContractError(ValueError):
 
 
 REJECTED = "RetryTurn"  # in place of the digest of a step result: the env rejected the response
+ENVS = UserLoop("envs")
+"""Runs the coroutines of all envs of this process."""
 _CLOSING: set[asyncio.Task[None]] = set()  # tasks that nobody awaits: an event loop keeps only weak references
 
 
@@ -338,7 +341,7 @@ class EnvSession:
     async def _call(
         self, method: Callable[..., Any], *args: Any, may_reject: bool = False, name: str | None = None
     ) -> Any:
-        """One call with a deadline: plain functions in the env's thread, coroutines in the event loop.
+        """One call with a deadline: plain functions in the env's thread, coroutines in the event loop of the envs.
 
         Raises EnvError for a RetryTurn, unless the call ``may_reject`` a response. ``name`` is for errors.
         """
@@ -350,9 +353,14 @@ class EnvSession:
                     return await _await_result(method(*args))
                 return await _await_result(await self._in_thread(method, *args))
         except TimeoutError as error:
-            if deadline.expired():
-                raise self._late() from error
-            raise
+            if not deadline.expired():
+                raise
+            late = self._late()
+            if await ENVS.replace_if_blocked():
+                late = _DeadlineError(
+                    f"{late}; an env blocks the event loop of all async envs: make its method plain, not async"
+                )
+            raise late from error
         except RetryTurn as error:
             if may_reject:
                 raise
@@ -408,13 +416,7 @@ def _close_late(built: list[Env]) -> None:
 
 
 async def _await_result(value: Any) -> Any:
-    if not inspect.isawaitable(value):
-        return value
-    try:
-        return await abandonable(await_user_code(value))
-    except asyncio.CancelledError:
-        close_unawaited(value)
-        raise
+    return await ENVS.run(value) if inspect.isawaitable(value) else value
 
 
 def _number(what: str, value: Any) -> float:

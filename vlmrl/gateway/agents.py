@@ -34,13 +34,13 @@ from vlmrl.gateway.gateway_server import GatewayServer
 from vlmrl.gateway.task_messages import write_task
 from vlmrl.types import Task, Trajectory
 from vlmrl.utils.command_guard import delete_all
-from vlmrl.utils.threads import DaemonPool, LoopThread, as_error, await_user_code
+from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.user_loop import UserLoop
 from vlmrl.utils.users_line import text_of, users_line
 from vlmrl.utils.work_pool import cpu_pool
 
 ERROR_CHARACTERS = 2000
 NAME_CHARACTERS = 80  # of a command, which may be a script for `sh -c`
-ANSWER_SECONDS = 1.0  # in which the agents' loop must answer, or an agent blocks it
 WRITE_SECONDS = 60.0  # for a task's images
 
 
@@ -90,8 +90,7 @@ class Agents:
     def __init__(self, spec: AgentSpec, settings: Gateway, logs: Path) -> None:
         self.spec = spec
         self._settings = settings
-        self._loop: LoopThread | None = None
-        self._blocked: list[LoopThread] = []
+        self._loop = UserLoop("agents")
         self._commands = AgentCommands() if spec.command else None
         self._logs = CommandLogs(logs)
         if self._commands is not None:  # file URLs in a task's messages name images there
@@ -112,7 +111,7 @@ class Agents:
             if not deadline.expired():
                 raise AgentError(_described(error)) from error
             hint = ""
-            if await self._replace_blocked_loop():
+            if await self._loop.replace_if_blocked():
                 hint = (
                     " An agent blocks the event loop of all async agents: make it a plain function, not an async one."
                 )
@@ -131,10 +130,7 @@ class Agents:
         """End the server and all agents: commands are killed, async functions cancelled; threads end with the process."""
         if self._commands is not None:
             self._commands.close()
-        for thread in self._blocked:
-            thread.loop.call_soon_threadsafe(thread.loop.stop)
-        if self._loop is not None and not self._loop.loop.is_closed():
-            self._loop.close()
+        self._loop.close()
         self.server.close()
 
     async def _run(self, task: Task, client: AgentClient, trajectory_id: str) -> Any:
@@ -143,33 +139,13 @@ class Agents:
         assert self.spec.function is not None
         call = partial(self.spec.function, task, client)
         if self.spec.is_async:
-            return await self._on_own_loop(call(), client)
+            return await self._loop.run(_await(call(), client))
         thread = DaemonPool("agent")
         try:
             result = await thread.run(_call, call, client)
         finally:
             thread.close()
-        return await self._on_own_loop(result, client) if inspect.isawaitable(result) else result
-
-    async def _on_own_loop(self, awaitable: Awaitable[Any], client: AgentClient) -> Any:
-        if self._loop is None or self._loop.loop.is_closed():  # an agent stopped it
-            self._loop = LoopThread("agents")
-        return await self._loop.run(_await(awaitable, client))
-
-    async def _replace_blocked_loop(self) -> bool:
-        """Whether the agents' loop does not answer. Then agents that start later get a new one."""
-        thread = self._loop
-        if thread is None or thread.loop.is_closed():
-            return False
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await thread.run(asyncio.sleep(0))
-        except TimeoutError:
-            if self._loop is thread:
-                self._loop = None
-                self._blocked.append(thread)
-            return True
-        return False
+        return await self._loop.run(_await(result, client)) if inspect.isawaitable(result) else result
 
     async def _run_command(self, task: Task, client: AgentClient, trajectory_id: str) -> None:
         assert self._commands is not None
@@ -207,13 +183,10 @@ def _call(function: Callable[[], Any], client: AgentClient) -> Any:
     return result
 
 
-async def _await(awaitable: Awaitable[Any], client: AgentClient) -> Any:
-    """Await an agent, then close its clients. A KeyboardInterrupt that it raises becomes a RuntimeError, or it would end the loop of
-    all async agents."""
+async def _await(value: Awaitable[Any], client: AgentClient) -> Any:
+    """Await an agent, then close its clients."""
     try:
-        return await await_user_code(awaitable)
-    except KeyboardInterrupt as error:
-        raise as_error(error) from error
+        return await value
     finally:
         await client.close_all()
 
