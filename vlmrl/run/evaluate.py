@@ -122,7 +122,7 @@ class Evaluator:
         self.overdue = False
         """Whether one was dropped, by a stop or an error: the next finished step is evaluated in its place."""
         self.failure: Exception | None = None
-        """The error of one that failed while a step was trained, for :meth:`after_step`."""
+        """The error of one that failed while a step was trained, or of its weight update, for :meth:`after_step`."""
 
     async def evaluate(self, step: int, name: str | None = None, blank_images: bool = False) -> Evaluation | None:
         """Evaluate under the current weights. With a ``name`` the reward goes to the summary under it. None: no tasks are held out."""
@@ -156,7 +156,7 @@ class Evaluator:
         return config.eval.every > 0 and step < config.train.steps and (self.overdue or step % config.eval.every == 0)
 
     def after_step(self, step: int) -> None:
-        """Start the evaluation that is due after this step, in the background. Raises the error of the last one, if it failed."""
+        """Start the evaluation that is due after this step, in the background. Raises :attr:`failure`, if there is one."""
         if self.failure is not None:
             raise self.failure
         if self.is_due(step):

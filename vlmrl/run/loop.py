@@ -37,7 +37,7 @@ from vlmrl.run.evaluate import Evaluator
 from vlmrl.run.off_policy import old_policy
 from vlmrl.run.recorder import Recorder
 from vlmrl.run.sft import fine_tune, stages_of
-from vlmrl.run.stages import audited_samples, paused_for_update, push_unless_stopped
+from vlmrl.run.stages import audited_samples, paused_for_update, push_to_finish
 from vlmrl.run.stopping import RunStopped, StopRequest
 from vlmrl.run.teaching import teach
 from vlmrl.train.controller import RunTrainer
@@ -228,7 +228,7 @@ async def update(
     """Train on one batch and push the weights to the engine. In an asynchronous run the engine samples during training.
 
     A running evaluation finishes under the weights it began with. The step is finished without one that fails or that ``stop``
-    interrupts, and the loop raises why. Raises RunStopped if a stop came before the training, while a server did not answer.
+    interrupts, or if a server refuses the weights, and the loop raises why. Raises RunStopped if a stop came before the training.
     """
 
     def train_batch() -> dict[str, Any]:
@@ -239,7 +239,7 @@ async def update(
         async with paused_for_update(run.engine, stop):  # it may share the weights that are trained
             metrics = train_batch()
             with run.seconds.of("transfer"):
-                return metrics | await push_unless_stopped(run, trainer, step, stop)
+                return metrics | await push_to_finish(run, trainer, step, evaluator, stop)
     metrics = await asyncio.to_thread(train_batch)
     try:
         await stop.interruptible(evaluator.wait())
@@ -250,7 +250,7 @@ async def update(
         evaluator.failure = error
     with run.seconds.of("transfer"), suppress(RunStopped):  # the next interruptible part raises it
         async with paused_for_update(run.engine, stop):
-            metrics |= await push_unless_stopped(run, trainer, step, stop)
+            metrics |= await push_to_finish(run, trainer, step, evaluator, stop)
     return metrics
 
 

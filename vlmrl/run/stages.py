@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from vlmrl.engine.base import Engine
+from vlmrl.engine.base import Engine, EngineError
 from vlmrl.run.build import Run
+from vlmrl.run.evaluate import Evaluator
 from vlmrl.run.stopping import RunStopped, StopRequest
 from vlmrl.samples import AuditReport, audit, emit
 from vlmrl.train.controller import RunTrainer
@@ -35,6 +36,17 @@ async def push_unless_stopped(run: Run, trainer: RunTrainer, step: int, stop: St
     with suppress(RunStopped):
         return await stop.finish(push_weights(run, trainer, step))
     return {}
+
+
+async def push_to_finish(
+    run: Run, trainer: RunTrainer, step: int, evaluator: Evaluator, stop: StopRequest
+) -> dict[str, float]:
+    """As :func:`push_unless_stopped`. What a server refused was trained: the step is finished, and the loop raises why."""
+    try:
+        return await push_unless_stopped(run, trainer, step, stop)
+    except EngineError as error:
+        evaluator.failure = evaluator.failure or error
+        return {}
 
 
 @asynccontextmanager
