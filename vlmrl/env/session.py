@@ -8,6 +8,7 @@ with RetryTurn included, and its answers are compared with the first ones.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import math
 import numbers
@@ -45,6 +46,7 @@ class EnvContractError(ValueError):
 REJECTED = "RetryTurn"  # in place of the digest of a step result: the env rejected the response
 ENVS = UserLoop("envs")
 """Runs the coroutines of all envs of this process."""
+atexit.register(ENVS.close)  # an async close that a stop has cancelled may have something to end
 _CLOSING: set[asyncio.Task[None]] = set()  # tasks that nobody awaits: an event loop keeps only weak references
 
 
