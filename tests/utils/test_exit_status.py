@@ -237,3 +237,32 @@ with ended_as_by_ctrl_c():
 def test_a_signal_that_leaves_the_loop_at_once_lets_the_program_clean_up():
     done = ended(INTERRUPTED)
     assert (done.returncode, done.stdout) == (143, "cleaned up\n") and "Task was destroyed" not in done.stderr
+
+
+ASYNC_ENV = """
+import asyncio, threading
+from vlmrl.env.session import ENVS
+from vlmrl.utils.threads import keeping_exit_status, run_awake
+
+began = threading.Event()
+
+async def step():
+    began.set()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0.5)
+        print("the container is removed")
+
+async def program():
+    playing = asyncio.create_task(ENVS.run(step()))
+    await asyncio.to_thread(began.wait)
+
+with keeping_exit_status():
+    run_awake(program())
+"""
+
+
+def test_what_an_async_env_does_when_the_program_ends_is_cancelled_and_awaited():
+    done = ended(ASYNC_ENV)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the container is removed\n", "")

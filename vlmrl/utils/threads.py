@@ -131,7 +131,8 @@ class LoopThread:
         self.loop.run_forever()
         left = asyncio.all_tasks(self.loop)
         for task in left:
-            task.cancel()
+            if not task.cancelling():  # or it cleans up, which a second one would interrupt
+                task.cancel()
         self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self.loop.close()
 
