@@ -12,6 +12,7 @@ from testing.episodes import a_task
 from vlmrl import Env, obs
 from vlmrl.env.base import resolve_env
 from vlmrl.env.session import EnvSession
+from vlmrl.utils.user_loop import UserLoop
 
 
 class Async(Env):
@@ -75,3 +76,23 @@ async def test_a_step_is_cancelled_after_any_iteration_of_the_loop(iterations):
         await asyncio.sleep(0)
     await cancelled(playing)
     await ended(session)
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_coroutine_that_is_cancelled_before_it_began_in_the_envs_loop_never_begins():
+    begun: list[str] = []
+
+    async def step():
+        begun.append("step")
+
+    loop, go_on = UserLoop("test"), threading.Event()
+    await loop.run(asyncio.sleep(0))
+    loop._current().loop.call_soon_threadsafe(go_on.wait)
+    playing = asyncio.create_task(loop.run(step()))
+    await asyncio.sleep(0)
+    await cancelled(playing)
+    go_on.set()
+    await loop.run(asyncio.sleep(0))
+    loop.close()
+    gc.collect()
+    assert not begun
