@@ -12,6 +12,7 @@ from testing.episodes import a_task
 from vlmrl import Env, obs
 from vlmrl.env.base import resolve_env
 from vlmrl.env.session import EnvError, EnvSession
+from vlmrl.utils import user_loop
 
 Step = tuple[dict[str, Any], bool, dict[str, Any]]
 
@@ -26,9 +27,13 @@ class Async(Env):
         return obs("async"), True, {"reward": float(threading.get_ident())}
 
 
-async def played(env: type[Env], timeout: float = 600.0) -> float | None:
+def session_of(env: type[Env]) -> EnvSession:
+    return EnvSession(resolve_env(env), a_task(), max_turns=2, timeout=600, max_retries=0)
+
+
+async def played(env: type[Env]) -> float | None:
     """The reward of one step."""
-    session = EnvSession(resolve_env(env), a_task(), max_turns=2, timeout=timeout, max_retries=0)
+    session = session_of(env)
     await session.start()
     try:
         return (await session.step("a")).reward
@@ -40,21 +45,45 @@ async def test_an_async_env_that_blocks_is_named_and_others_go_on():
     begun, release = threading.Event(), threading.Event()
 
     class Blocks(Env):
+        is_closed = False
+
         async def step(self, response_text: str) -> Step:  # type: ignore[override]
             begun.set()
             assert release.wait(600)  # as requests.get() without an answer
             return obs("late"), True, {"reward": 0.0}
 
-    before = await played(Async)
-    blocking = asyncio.create_task(played(Blocks, timeout=0.2))
+        async def close(self) -> None:  # type: ignore[override]
+            Blocks.is_closed = True
+
+    before, living = await played(Async), session_of(Async)
+    blocking = session_of(Blocks)
+    await living.start()
+    await blocking.start()
+    blocking._timeout = 0.1
+    late = asyncio.create_task(blocking.step("a"))
     try:
         assert await asyncio.to_thread(begun.wait, 600)
         assert await played(Plain) == 1.0
         with pytest.raises(
-            EnvError, match=r"timed out after 0.2 s .* an env blocks the event loop of all async envs: make"
+            EnvError, match=r"timed out after 0.1 s .* an env blocks the event loop of all async envs: make"
         ):
-            await blocking
-        after = await played(Async)
+            await late
+        assert await played(Async) != before  # in a loop of another thread
+        assert not Blocks.is_closed  # while its step goes on
     finally:
         release.set()
-    assert before != after  # in a loop of another thread
+    assert (await living.step("a")).reward == before  # an env stays in its loop, to which its connections belong
+    await living.close()
+
+
+async def test_a_loop_is_not_blocked_because_the_callers_own_stood_still(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(user_loop, "ANSWER_SECONDS", 0.0)
+    loop = user_loop.UserLoop("test")
+    first = loop.current()
+    answered = threading.Event()
+    checking = asyncio.create_task(loop.replace_if_blocked())
+    asyncio.get_running_loop().call_soon(lambda: first.loop.call_soon_threadsafe(answered.set))
+    asyncio.get_running_loop().call_soon(answered.wait, 600)
+    assert not await checking
+    assert loop.current() is first
+    loop.close()

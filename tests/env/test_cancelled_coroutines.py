@@ -87,7 +87,7 @@ async def test_a_coroutine_that_is_cancelled_before_it_began_in_the_envs_loop_ne
 
     loop, go_on = UserLoop("test"), threading.Event()
     await loop.run(asyncio.sleep(0))
-    loop._current().loop.call_soon_threadsafe(go_on.wait)
+    loop.current().loop.call_soon_threadsafe(go_on.wait)
     playing = asyncio.create_task(loop.run(step()))
     await asyncio.sleep(0)
     await cancelled(playing)

@@ -353,7 +353,6 @@ from vlmrl.config import Gateway
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agents import Agents, AgentSpec
 from vlmrl.types import Task
-from vlmrl.utils import user_loop
 folder = pathlib.Path(sys.argv[1])
 command = ("sh", "-c", f"pwd > {folder}/cwd; echo $$ > {folder}/pid; setsid sleep 3600 & echo $! > {folder}/child; wait")
 agents = Agents(AgentSpec("a", command=command), Gateway(), folder)

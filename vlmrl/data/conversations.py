@@ -39,7 +39,7 @@ EPISODES = "episodes.jsonl"
 COLUMNS = {
     "messages": ("messages", "conversations", "conversation"),
     "images": ("images", "image"),
-    "tools": ("tools", "functions"),
+    "tools": ("tools",),
     "system": ("system", "system_prompt"),
 }
 """The columns that a field is looked for in, without `sft.data.NAME.columns`."""
@@ -159,7 +159,8 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, list[str]], turns:
         raise RowError("marks", f"{problem}.")
     number_of = {place - added: number for number, place in enumerate(responses)}
     sampled = {number_of[each["message"]]: each["token_ids"] for each in row.get("responses") or []}
-    tools = _parsed(given("tools") or [])
+    has_calls = any(message.get("tool_calls") for message in messages)
+    tools = _parsed(given("tools") or (row.get("functions") if has_calls else None) or [])
     images = [part["image"] for message in prompt for part in image_parts(message)]
     data = {"tools": without_nulls(tools), "trained": trained, "sampled": sampled}
     return Task(task.id, prompt, images, data=data, source=task.source, seed=task.seed, part=task.part)

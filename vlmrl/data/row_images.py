@@ -28,8 +28,8 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
 UNREAD = {"video": ("<video>", MARK), "audio": ("<audio>",)}
 """What no model here reads: how the names of its columns begin, and its marks."""
-CALL_FIELDS = ("name", "arguments", "id", "type", "index")
-"""The fields of a call and of its function that change nothing, or that are read."""
+OTHER_ARGUMENTS = ("parameters", "args", "input", "kwargs")
+"""Fields of a call in which others write its arguments."""
 BESIDE = ("image", "images", "image_url", "image_path", "video", "videos", "audio", "audios")
 """Fields of a message beside its content that are not read: no chat template shows them."""
 
@@ -146,8 +146,9 @@ def content_problem(message: Message) -> str:
     Else ``""``. Without an error the prompt would lack its images or its text, or an empty response would be trained. Calls and
     results of tools may have no content.
     """
-    if beside := next((key for key in BESIDE if _is_filled(message.get(key))), None):
-        what = f"a message of the role {message['role']!r:.50} has {beside!r} beside its content, which no chat template shows"
+    beside = next((key for key in BESIDE if _is_filled(message.get(key))), None)
+    if beside is not None and not _has_image(message.get("content")):
+        what = f"a message of the role {message['role']!r:.50} has {beside!r} beside its content, which is not read"
         return f"{what}: put images into parts of the content, or into the row's column of images"
     if message.get("content") is not None or message.get("tool_calls") or message["role"] == "tool":
         return ""
@@ -161,8 +162,8 @@ def call_problem(call: dict[str, Any]) -> str:
     Some chat templates would write it without them.
     """
     function = call["function"] if isinstance(call.get("function"), dict) else call
-    others = [key for key in function if key not in CALL_FIELDS and _is_filled(function[key])]
-    if function.get("name") and (function.get("arguments") is not None or not others):
+    elsewhere = any(_is_filled(function.get(key)) for key in OTHER_ARGUMENTS)
+    if function.get("name") and (function.get("arguments") is not None or not elsewhere):
         return ""
     return f"a call needs a name and arguments, but it has {', '.join(map(repr, function)):.200}"
 
@@ -183,8 +184,18 @@ def unread_mark(messages: list[Message], row: dict[str, Any]) -> str:
     return ""
 
 
+def _has_image(content: Any) -> bool:
+    """Whether a message's content has an image or a mark."""
+    parts = content if isinstance(content, list) else []
+    kinds = {part.get("type") for part in parts if isinstance(part, dict)}
+    return not kinds.isdisjoint(("image", "image_url")) or (isinstance(content, str) and MARK in content)
+
+
 def _is_filled(value: Any) -> bool:
-    return value is not None and not (isinstance(value, str | list | dict) and not value)
+    """Whether a field holds something: no number, which may be a count, and nothing empty."""
+    if isinstance(value, str | bytes | list | tuple | dict):
+        return bool(value)
+    return value is not None and not isinstance(value, bool | int | float)
 
 
 def _is_first(messages: list[Message], marked: list[Message]) -> bool:

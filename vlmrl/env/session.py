@@ -25,7 +25,7 @@ from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
 from vlmrl.multimodal.images import copy_on_write
 from vlmrl.types import TRUNCATED, Message, Task
-from vlmrl.utils.threads import DaemonPool, drop_result, run_awake
+from vlmrl.utils.threads import DaemonPool, LoopThread, drop_result, run_awake
 from vlmrl.utils.user_loop import UserLoop
 from vlmrl.utils.users_line import defined_at, describe_error
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
@@ -74,6 +74,7 @@ class EnvSession:
         self._env: Env | None = None
         self._built: list[Env] = []  # the env in `_thread`, even if its constructor missed the deadline
         self._thread: DaemonPool | None = None
+        self._loop: LoopThread | None = None
         self.thread_free: Future[Any] | None = None
         """Done when the thread of the closed env is free. Until then a call that was too late, or given up, goes on in it."""
         self._played: list[tuple[str, str]] = []  # each response, and the digest of its step result or REJECTED
@@ -182,7 +183,7 @@ class EnvSession:
         raise AssertionError("unreachable")
 
     async def _open(self) -> list[Message] | None:
-        self._thread, self._built = DaemonPool("env"), []
+        self._thread, self._built, self._loop = DaemonPool("env"), [], ENVS.current()
         own = await self._in_pool(lambda: {id(image): copy_on_write(image) for image in self._task.images})
         env: Env = await self._call(self._build, self._built, own)
         env.max_turns, env.own_thread = self._max_turns, self._thread
@@ -315,7 +316,11 @@ class EnvSession:
 
     async def _read_awaited(self, value: Awaitable[Any], read: Callable[[Any], Any]) -> Any:
         """``read`` of a coroutine's result, in the env's thread."""
-        return await _await_result(await self._in_thread(read, await _await_result(value)))
+        return await self._await_result(await self._in_thread(read, await self._await_result(value)))
+
+    async def _await_result(self, value: Any) -> Any:
+        """``value``, or what it returns in the env's loop: an env may keep what belongs to that loop, such as a connection."""
+        return await ENVS.run(value, self._loop) if inspect.isawaitable(value) else value
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         def measured() -> Any:
@@ -352,8 +357,8 @@ class EnvSession:
             has_own = self._env is not None and self._env.ends_late_calls
             async with asyncio.timeout(None if has_own else self._timeout) as deadline:
                 if inspect.iscoroutinefunction(method):
-                    return await _await_result(method(*args))
-                return await _await_result(await self._in_thread(method, *args))
+                    return await self._await_result(method(*args))
+                return await self._await_result(await self._in_thread(method, *args))
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -380,7 +385,8 @@ class EnvSession:
     async def abandon(self, wait: bool = False) -> None:
         """Discard an env that is broken, or whose run is being stopped.
 
-        Its plain ``close`` is queued in its thread, behind a call that may hang, and not awaited. With ``wait``, an async one is.
+        Its plain ``close`` is queued in its thread, behind a call that may hang, and not awaited. With ``wait``, an async one is
+        awaited, unless its loop is blocked.
         """
         env, self._env = self._env, None
         if self._thread is not None and not (env is not None and inspect.iscoroutinefunction(env.close)):
@@ -389,7 +395,7 @@ class EnvSession:
             closing = asyncio.create_task(self._close_async(env))
             _CLOSING.add(closing)
             closing.add_done_callback(_CLOSING.discard)
-            if wait:
+            if wait and self._loop is ENVS.current():
                 await closing
         await self.close()
 
@@ -415,10 +421,6 @@ def _close_late(built: list[Env]) -> None:
         closing = close()
         if inspect.iscoroutine(closing):
             run_awake(closing)
-
-
-async def _await_result(value: Any) -> Any:
-    return await ENVS.run(value) if inspect.isawaitable(value) else value
 
 
 def _number(what: str, value: Any) -> float:

@@ -45,7 +45,8 @@ async def push_to_finish(
     try:
         return await push_unless_stopped(run, trainer, step, stop)
     except EngineError as error:
-        evaluator.failure = evaluator.failure or error
+        if stop.number is None:  # or the signal may have ended the server, and the loop raises RunStopped
+            evaluator.failure = evaluator.failure or error
         return {}
 
 

@@ -19,7 +19,7 @@ ANSWER_SECONDS = 1.0  # in which a loop must answer, or a coroutine blocks it
 class UserLoop:
     """An event loop in a thread of its own, so that a coroutine that blocks it harms no engine, no trainer and no deadline.
 
-    A loop that is blocked, or that a coroutine has stopped, is replaced: later coroutines run in a new one.
+    A loop that is blocked, or that a coroutine has stopped, is replaced: :meth:`current` is a new one then.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,12 +28,13 @@ class UserLoop:
         self._blocked: list[LoopThread] = []
         self._lock = threading.Lock()  # the loops of several threads may call
 
-    async def run(self, awaitable: Awaitable[T]) -> T:
-        """Await ``awaitable`` in the loop. Cancelling the caller cancels it, too, but does not wait for it: it may ignore that.
+    async def run(self, awaitable: Awaitable[T], thread: LoopThread | None = None) -> T:
+        """Await ``awaitable`` in the loop of ``thread``, by default the current one.
 
+        Cancelling the caller cancels it, too, but does not wait for it: it may ignore that.
         What it raises besides an Exception becomes a RuntimeError, or it would end the loop for all.
         """
-        loop = self._current().loop
+        loop = (thread or self.current()).loop
         call = asyncio.run_coroutine_threadsafe(abandonable(_awaited(awaitable)), loop)
         try:
             return await asyncio.wrap_future(call)
@@ -42,7 +43,7 @@ class UserLoop:
                 loop.call_soon_threadsafe(close_unawaited, awaitable)
             raise
 
-    def _current(self) -> LoopThread:
+    def current(self) -> LoopThread:
         with self._lock:
             if self._thread is None or self._thread.loop.is_closed():
                 self._thread = LoopThread(self._name)
@@ -53,16 +54,15 @@ class UserLoop:
         thread = self._thread
         if thread is None or thread.loop.is_closed():
             return False
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await thread.run(asyncio.sleep(0))
-        except TimeoutError:
-            with self._lock:
-                if self._thread is thread:
-                    self._thread = None
-                    self._blocked.append(thread)
-            return True
-        return False
+        answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), thread.loop)
+        await asyncio.wait({asyncio.wrap_future(answer)}, timeout=ANSWER_SECONDS)
+        if answer.done():  # also if the caller's own loop stood still meanwhile
+            return False
+        with self._lock:
+            if self._thread is thread:
+                self._thread = None
+                self._blocked.append(thread)
+        return True
 
     def close(self) -> None:
         """Cancel what runs and end the threads. One that is blocked ends with its call, or with the process."""
