@@ -253,7 +253,7 @@ def _guarded(connection: Any, mark: str) -> Any:
 
 async def _unchecked(name: str, result: Any) -> None:
     """In place of the client's check of a result by the tool's output schema: the model reads any result, and a pattern of the
-    server's (``^(a+)+$``) would hold up the event loop, and so the run, for ever."""
+    server's (``^(a+)+$``) would hold up the event loop, and so all async envs."""
 
 
 def _excess(size: JsonSize) -> str:
