@@ -374,6 +374,13 @@ def test_a_mark_of_a_video_or_an_audio_of_its_row_is_a_bad_row(tmp_path, prompt,
     assert source[1].prompt and source[2].prompt
 
 
+def test_counts_of_videos_and_images_that_a_message_shows_make_no_bad_row(tmp_path):
+    Image.new("RGB", (64, 64)).save(tmp_path / "0.png")
+    shown = {"role": "user", "content": [{"type": "image", "image": "0.png"}], "image_path": "original.png"}
+    source = rows(tmp_path, {"prompt": "what is <video>?", "video_count": 0}, {"prompt": [shown]})
+    assert source[0].prompt and len(source[1].images) == 1
+
+
 @pytest.mark.parametrize(
     ("role", "name"), [("user", "images"), ("user", "image"), ("tool", "images"), ("user", "videos")]
 )

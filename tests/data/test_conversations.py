@@ -249,6 +249,17 @@ def test_functions_are_the_tools_of_a_row_with_function_calls(tmp_path):
     assert load(written(tmp_path, [row]))[0][0].data["tools"] == functions
 
 
+def test_functions_beside_messages_without_calls_are_not_read(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert not load(written(tmp_path, [{"messages": talk, "functions": "def f(): ..."}]))[0][0].data["tools"]
+
+
+def test_a_call_without_arguments_may_have_other_fields(tmp_path):
+    call = {"name": "f", "call_id": "c1", "strict": False}
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert load(written(tmp_path, [{"messages": talk}]))[0][0].prompt[1]["tool_calls"]
+
+
 def test_a_column_of_images_that_the_messages_show_already_is_refused(tmp_path):
     """The images were shown a second time, before the next question."""
     shown = [{"type": "image_url", "image_url": {"url": uri(1)}}, {"type": "text", "text": "a"}]

@@ -464,7 +464,7 @@ def test_a_request_with_many_urls_fetches_a_few_at_once_and_none_after_it_is_ref
     asyncio.run(refused())
 
 
-def test_a_url_that_is_none_is_the_clients_mistake():
+def test_an_invalid_url_is_the_clients_mistake():
     """The endpoint's own error fails the trajectory: a policy whose URLs the agent sends could escape its reward."""
     reader = images(images=("urls",))
     part = {"type": "image_url", "image_url": {"url": "http://[::1/a.png"}}

@@ -93,7 +93,7 @@ def test_a_failure_that_will_stay_is_not_tried_again(failure: Answer, named: str
     "url", ["http://[::1/x", "http://a:99999/x", "http://a:b/x", "http://a\\@b/x", "http://xn--/x"]
 )
 @pytest.mark.parametrize("hosts", [["*"], ["a"]])
-def test_what_is_no_address_is_refused(url: str, hosts: list[str]):
+def test_an_invalid_url_is_refused(url: str, hosts: list[str]):
     """A trajectory whose agent named one failed, and was played again, whatever the agent did about the error."""
     assert get(url, hosts=hosts) == f"RefusedError: {url} is not an http address"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +15,7 @@ from vlmrl.engine.base import EngineError
 from vlmrl.report.run_log import read_rows
 from vlmrl.run import stages
 from vlmrl.run.program import run_training
+from vlmrl.run.stopping import StopRequest
 
 pytestmark = pytest.mark.slow
 
@@ -56,3 +59,16 @@ def test_the_step_whose_weights_a_server_refuses_is_finished_and_saved(tmp_path,
     rows = read_rows(config.folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     assert [row["step"] for row in rows if "eval/reward/mean" in row] == [0, 2, 4]
+
+
+async def test_after_a_stop_a_refused_update_is_no_failure_of_the_run(monkeypatch):
+    """The signal may have ended the server, too: the run ends as a stopped one."""
+
+    async def refused(*args):
+        raise EngineError("a server refused the weights")
+
+    monkeypatch.setattr(stages, "push_weights", refused)
+    stop, evaluator = StopRequest(), SimpleNamespace(failure=None)
+    stop.request(signal.SIGTERM)
+    await stages.push_to_finish(None, None, 1, evaluator, stop)  # type: ignore[arg-type]
+    assert evaluator.failure is None

@@ -122,7 +122,7 @@ class Evaluator:
         self.overdue = False
         """Whether one was dropped, by a stop or an error: the next finished step is evaluated in its place."""
         self.failure: Exception | None = None
-        """The error of one that failed while a step was trained, or of its weight update, for :meth:`after_step`."""
+        """The error of an evaluation that failed while a step was trained, or of that step's weight update, for :meth:`after_step`."""
 
     async def evaluate(self, step: int, name: str | None = None, blank_images: bool = False) -> Evaluation | None:
         """Evaluate under the current weights. With a ``name`` the reward goes to the summary under it. None: no tasks are held out."""
