@@ -99,12 +99,12 @@ async def play(spec: Any, number: int, result: DrillResult) -> None:
 
 
 async def disturb(
-    kills: int, seconds: float, luck: random.Random, pool: Any, others: set[int], result: DrillResult
+    kills: int, seconds: float, luck: random.Random, pool: Any, others: dict[int, int], result: DrillResult
 ) -> None:
     """Kill, stop or crash processes of the browsers, but those of ``others``, at random times."""
     while sum(result.kinds.values()) < kills:
         await asyncio.sleep(seconds * luck.random())
-        found = [pid for pid in processes() if pid not in others]
+        found = list(processes(but=others))
         if len(found) < 4:
             continue
         kind = luck.choice(["browser killed", "driver killed", "some process killed", "browser stopped"])
@@ -132,7 +132,7 @@ async def watch(pool: Any, result: DrillResult) -> None:
 
 async def drill(episodes: int, sessions: int, kills: int, seed: int = 0, every: float = 10.0) -> DrillResult:
     """Play ``episodes``, ``sessions`` at once, while ``kills`` disturbances happen, up to ``every`` seconds after each other."""
-    result, began, others = DrillResult(), time.monotonic(), set(processes())  # another test's browser stays
+    result, began, others = DrillResult(), time.monotonic(), processes()  # another test's browser stays
     spec = resolve_env(Noted, options={"tasks": "click-test-2", "sessions": sessions, "timeout": 25.0})
     pool = spec.build(Task("t", [], seed=0))._pool  # type: ignore[attr-defined]
     places = asyncio.Semaphore(sessions + 4)  # some wait for a session
@@ -150,7 +150,7 @@ async def drill(episodes: int, sessions: int, kills: int, seed: int = 0, every: 
     result.playing = time.monotonic() - began
     for helper in helpers:
         helper.cancel()
-    seen = {pid: start for pid, start in processes().items() if pid not in others}
+    seen = processes(but=others)
     result.pool = dict(pool.counts)
     await asyncio.to_thread(pool.close)
     until = time.monotonic() + 120  # Playwright gives a stopped Chromium 30 s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,11 @@ def shown(observation: dict[str, Any]) -> bytes:
     return image
 
 
-def processes(parent: int | None = None) -> dict[int, int]:
-    """The running processes below ``parent``, by default this one, that are Chromium or Playwright's driver, for :func:`left_of`."""
+def processes(parent: int | None = None, but: Collection[int] = ()) -> dict[int, int]:
+    """The running processes below ``parent``, by default this one, that are Chromium or Playwright's driver, for :func:`left_of`.
+
+    Those of ``but`` and what they have started since are left out.
+    """
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     children: dict[int, list[tuple[int, str]]] = {}
     for pid in pids:
@@ -64,6 +67,8 @@ def processes(parent: int | None = None) -> dict[int, int]:
     found, todo = [], [os.getpid() if parent is None else parent]
     while todo:  # a child's number may be below its parent's: numbers are given again
         for pid, line in children.get(todo.pop(), []):
+            if pid in but:
+                continue
             todo.append(pid)
             if "chromium" in line or "run-driver" in line:
                 found.append(pid)
