@@ -314,6 +314,27 @@ def test_datasets_are_mixed_by_rows_and_epochs_and_rows_are_held_out(tmp_path):
     assert drawn.count("a") == 20 and len(rest) == 5 and {task.part for task in rest} == {"b"}
 
 
+@pytest.mark.parametrize(
+    ("message", "columns", "note"),
+    [
+        ({}, {}, []),
+        ({"weight": 1, "name": "Ann"}, {"images": [], "tools": None, "system": "Be kind."}, []),
+        ({"thought": "Hm.", "weight": 1}, {"id": 7}, ["not read: columns id; fields of messages thought"]),
+        ({}, {"context": "Rome.", "prompt": "Hi", "video": None}, ["not read: columns context, prompt, video"]),
+    ],
+)
+@pytest.mark.parametrize("is_text", [False, True])
+def test_what_is_not_read_is_named(tmp_path, message, columns, note, is_text):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"} | message]
+    path = written(tmp_path, [columns | {"messages": json.dumps(messages) if is_text else messages}])
+    assert load(path)[0].parts["main"].warnings == note
+
+
+def test_a_bad_first_row_does_not_hide_the_columns_that_are_not_read(tmp_path):
+    path = written(tmp_path, [{"messages": "no list", "id": 1}, *[row("Hi", "Ho")] * 2])
+    assert load(path)[0].parts["main"].warnings == ["not read: columns id"]
+
+
 def test_a_dataset_without_messages_is_refused_with_its_columns(tmp_path):
     path = written(tmp_path, [{"dialog": row(ASK, SAY)["messages"]}])
     with pytest.raises(ValueError, match=r"sft.data.main.columns: there is no column of messages, .* are: dialog"):

@@ -110,10 +110,13 @@ async def test_a_bad_row_is_not_all_of_the_last_part_of_the_held_out_ones(config
     assert [None if part is None else len(part) for part in parts] == [4, 4, None]
 
 
-def test_the_plan_names_the_steps_of_all_epochs(config):
+def test_the_plan_names_the_steps_of_all_epochs_and_what_is_not_read(config, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(json.loads(line) | {"note": "x"}) + "\n" for line in rows.open()))
     run = build_run(config)
     run.engine.close()
-    assert "6 conversations, 2 held out; 3 steps of 4, lr 0.001" in summary_of(run)
+    summary = summary_of(run)
+    assert "6 conversations, 2 held out; 3 steps of 4, lr 0.001\n          rows: not read: columns note\n" in summary
 
 
 @pytest.mark.parametrize(("epochs", "rows_per_step", "sizes"), [(1.0, 4, [3, 3]), (1.0, 64, [6]), (0.5, 2, [1, 2])])

@@ -36,6 +36,8 @@ def check_conversations(checker: CheckOutput, config: Config, show: int, rows: i
         share = mixed.weights[name] / sum(mixed.weights.values())
         checker.console.print()
         checker.say(name, f"{len(source)} conversations, {share:.0%} of the draws", style="bold magenta")
+        for note in source.warnings:
+            checker.say("", note, "")
         for number in range(min(show, len(source))):
             _show(checker, source, number)
         _read(checker, source, rows)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlmrl.config import Config, Conversations
 from vlmrl.config.code import local_data
@@ -31,8 +31,11 @@ from vlmrl.data.row_images import (
     without_nulls,
 )
 from vlmrl.data.source import Row, TaskSource, held_out, task_seed
-from vlmrl.multimodal.masks import RowError
+from vlmrl.multimodal.masks import REASONING, RowError
 from vlmrl.types import Message, Task
+
+if TYPE_CHECKING:
+    from vlmrl.data.files import Rows
 
 EPISODES = "episodes.jsonl"
 """The file of conversations in the folder that `vlmrl collect` writes."""
@@ -43,6 +46,8 @@ COLUMNS = {
     "system": ("system", "system_prompt"),
 }
 """The columns that a field is looked for in, without `sft.data.NAME.columns`."""
+FIELDS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id", "function_call", "from", "value"}
+"""The fields of a message that are read, beside those of :data:`~vlmrl.multimodal.masks.REASONING`."""
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -81,6 +86,8 @@ def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSo
     except ValueError as error:
         raise ValueError(str(error).replace("data.path", f"sft.data.{name}.path", 1)) from error
     columns = _found_columns(name, data, rows.columns)
+    unread = "" if local is not None and local.name == EPISODES else _unread(rows, columns)
+    notes = [f"not read: {unread}"] if unread else []
     roots = [Path.cwd()] if local is None else [local if local.is_dir() else local.parent, Path.cwd()]
     kept_back = held_out(range(len(rows)), data.held_out)
 
@@ -100,7 +107,7 @@ def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSo
     sides = [[row for row in range(len(rows)) if (row in kept_back) == side] for side in (False, True)]
     if not sides[0]:
         raise ValueError(f"sft.data.{name}.held_out {data.held_out} leaves none of {len(rows)} rows to train on.")
-    train, rest = (TaskSource(make, side, seed, label=label) for side in sides)
+    train, rest = (TaskSource(make, side, seed, label=label, warnings=notes) for side in sides)
     return train, rest if sides[1] else None
 
 
@@ -118,6 +125,23 @@ def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> di
     if problem:
         raise ValueError(f"sft.data.{name}.columns: {problem}. The columns of {data.path!r} are: {', '.join(present)}.")
     return found
+
+
+def _unread(rows: Rows, columns: Mapping[str, list[str]]) -> str:
+    """``columns id, context; fields of messages lang``: what of the columns and of the first row's messages is not read."""
+    sources = columns["messages"] or ["prompt", "completion"]
+    try:
+        messages = [message for name in sources if (cell := rows.first(name)) for message in _parsed(cell)]
+    except (RowError, ValueError):  # a bad row, which is named when it is read
+        messages = []
+    used = {"functions"}.union(sources, *columns.values())
+    found = {
+        "columns": [name for name in rows.columns if name not in used],
+        "fields of messages": list(
+            dict.fromkeys(key for message in messages for key in message if key not in FIELDS.union(REASONING))
+        ),
+    }
+    return "; ".join(f"{what} {', '.join(names):.300}" for what, names in found.items() if names)
 
 
 def _conversation(task: Task, row: Row, columns: Mapping[str, list[str]], turns: str, row_images: RowImages) -> Task:

@@ -281,6 +281,9 @@ def summary_of(run: Run) -> str:
         draws = step_draws(rows, config.sft.rows_per_step)
         steps, size = len(draws), max(map(len, draws))
         imitated = f"sft       {counts}; {steps} step{'s' * (steps != 1)} of {size}, lr {config.sft.lr:g}"
+        imitated += "".join(
+            f"\n          {name}: {note}" for name, part in rows.parts.items() for note in part.warnings
+        )
     if config.only_sft:
         return f"{imitated}\noutput    {run.folder}"
     held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""
