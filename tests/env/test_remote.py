@@ -28,6 +28,7 @@ from vlmrl.env.remote.serialize import serialize, serialize_task
 from vlmrl.env.session import EnvContractError, EnvSession
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import PointSet
+from vlmrl.utils.http import HttpClient
 
 pytestmark = pytest.mark.slow
 
@@ -243,7 +244,9 @@ def test_an_env_that_breaks_the_contract_stops_the_run():
         play(RemoteEnv, ["red"], TASK, options=options)
 
 
-def test_a_dead_server_fails_the_trajectory_and_a_restarted_one_replays_it():
+def test_a_dead_server_fails_the_trajectory_and_a_restarted_one_replays_it(monkeypatch):
+    monkeypatch.setattr("vlmrl.env.remote.client.RESTART_SECONDS", 0.0)
+
     class Mine(Album):
         pass
 
@@ -266,6 +269,31 @@ def test_a_dead_server_fails_the_trajectory_and_a_restarted_one_replays_it():
     trajectory = play(spec, response, TASK)
     second.__exit__(None, None, None)
     assert (trajectory.ending, trajectory.reward, trajectory.metrics["env_retries"]) == ("env_done", 1.25, 1.0)
+
+
+def test_a_session_waits_for_a_server_that_restarts(monkeypatch):
+    """Attempts at once used up the retries within a second, so that a restart failed all trajectories that were played."""
+
+    class Mine(Album):
+        pass
+
+    port = free_port()
+    with remote(Mine, port) as (options, _):
+        spec = resolve_env(RemoteEnv, options=options)
+    again, attempts = remote(Mine, port), []
+    send = HttpClient.send
+
+    def counted(client: HttpClient, method: str, *rest: Any, **options: Any) -> Any:
+        attempts.append(method)
+        if len(attempts) == 4:  # more than all the retries of a turn
+            again.__enter__()
+        return send(client, method, *rest, **options)
+
+    monkeypatch.setattr(HttpClient, "send", counted)
+    trajectory = play(spec, ["red", "quit"], TASK)
+    again.__exit__(None, None, None)
+    assert attempts[:5] == ["PUT"] * 4 + ["POST"]
+    assert (trajectory.ending, trajectory.reward) == ("env_done", 1.25) and "env_retries" not in trajectory.metrics
 
 
 def test_an_unreachable_server_is_an_error_at_startup():

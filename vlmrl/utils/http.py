@@ -54,6 +54,10 @@ class RetryableError(Exception):
         self.after = after
 
 
+class UnreachableError(RetryableError):
+    """No connection was made, so that the request was not sent."""
+
+
 class RefusedError(Exception):
     """A response that another attempt would meet again: a ``status`` other than 200, 429 and 5xx, or a body that cannot be used."""
 
@@ -168,6 +172,8 @@ async def send_request(
             received = await read_at_most(response, most)
     except BAD_ADDRESS as error:
         raise RefusedError(f"{url} is not an http address") from error
+    except aiohttp.ClientConnectorError as error:
+        raise UnreachableError(f"{type(error).__name__}: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
         if type(error) is TimeoutError:
             raise RetryableError(f"no whole response in {times.total:g} s") from error
@@ -255,15 +261,19 @@ def excerpt(response: bytes, length: int) -> str:
 
 
 def retrying(
-    *, attempts: float = math.inf, patience: float = math.inf, longest_pause: float = math.inf
+    *,
+    attempts: float = math.inf,
+    patience: float = math.inf,
+    longest_pause: float = math.inf,
+    only: type[RetryableError] = RetryableError,
 ) -> tenacity.Retrying:
-    """Calls a function again after each RetryableError; raises the last one when no attempt is left.
+    """Calls a function again after each RetryableError of the kind ``only``; raises the last one when no attempt is left.
 
     Pauses double from 0.25 s up to ``longest_pause`` and are shortened at random by up to half, so that many clients do not
     return at the same moment; a longer one that the server asks for is kept. No pause begins that could end later than ``patience``
     seconds after the first attempt.
     """
-    return tenacity.Retrying(**_rules(attempts, patience, longest_pause))
+    return tenacity.Retrying(**_rules(attempts, patience, longest_pause, only))
 
 
 def async_retrying(
@@ -273,7 +283,9 @@ def async_retrying(
     return tenacity.AsyncRetrying(**_rules(attempts, patience, longest_pause))
 
 
-def _rules(attempts: float, patience: float, longest_pause: float) -> dict[str, Any]:
+def _rules(
+    attempts: float, patience: float, longest_pause: float, only: type[RetryableError] = RetryableError
+) -> dict[str, Any]:
     growing = tenacity.wait_exponential(multiplier=FIRST_PAUSE, max=longest_pause)
 
     def wanted(state: tenacity.RetryCallState) -> float:
@@ -285,7 +297,7 @@ def _rules(attempts: float, patience: float, longest_pause: float) -> dict[str, 
         return state.attempt_number >= attempts or waited + max(growing(state), wanted(state)) > patience
 
     return {
-        "retry": tenacity.retry_if_exception_type(RetryableError),
+        "retry": tenacity.retry_if_exception_type(only),
         "wait": lambda state: max(growing(state) * random.uniform(0.5, 1.0), wanted(state)),
         "stop": stop,
         "reraise": True,

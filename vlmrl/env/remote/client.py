@@ -17,11 +17,14 @@ from vlmrl.env.remote.serialize import checked_tools, deserialize_messages, seri
 from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import Message, Task
-from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, excerpt, parse_json
+from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, UnreachableError, excerpt, parse_json, retrying
 from vlmrl.utils.require import MOST_METRIC, moderate_number, require
 from vlmrl.utils.tokens import bearer_headers
 
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
+RESTART_SECONDS = (
+    20.0  # with each attempt to start a session: `rollout.max_env_retries_per_turn` and `max_refills` add others
+)
 MAX_METRICS = 1000  # of one server in all: each name has a mean in every row of the run's metrics
 MAX_NAME = 200  # characters of a metric's name
 MAX_STATE = 10_000  # characters of a state's name
@@ -45,7 +48,8 @@ class RemoteEnv(Env):
     A server may be silent for ``timeout`` seconds: while it works on a request or has it in its queue, it sends signs of life, so that
     the time in its queue, which may be long, does not count, and ``rollout.env_timeout`` does not apply. Whatever it sends, a request
     ends after ``longest_request`` seconds. A server that is unreachable, silent or broken is an env error: a new session replays the
-    turns, and if that fails too, the trajectory fails. No request is retried by itself.
+    turns, and if that fails too, the trajectory fails. Only a session that starts waits for a server that is unreachable, for
+    RESTART_SECONDS, so that one that restarts costs no trajectory.
 
     The environment variable ``token_variable`` holds the server's token, if it wants one. Images in responses are the responses' own
     content: a server cannot make this process open a path or a URL.
@@ -100,7 +104,8 @@ class RemoteEnv(Env):
         except ValueError as error:
             raise TaskError(f"task {self.task.id} cannot be sent to an env server: {error}") from error
         self._started = True
-        response = self._request("PUT", "", body)
+        waiting = retrying(patience=RESTART_SECONDS, longest_pause=2.0, only=UnreachableError)
+        response = waiting(self._request, "PUT", "", body)
         with self._protocol():
             self.tools, self.replayable = checked_tools(response["tools"]), bool(response["replayable"])
             return None if response["messages"] is None else deserialize_messages(response["messages"], "messages")
