@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import logging
 import time
+from itertools import pairwise
 
 import pytest
 from aiohttp import web
@@ -59,6 +60,29 @@ def test_a_server_is_watched_and_revived_again_after_an_error_of_any_kind(fake, 
         assert asyncio.run(fail()).token_ids == fake.response
     shown = [record.exc_info[0] for record in caplog.records if "cannot serve" in record.message]
     assert shown == [KeyError, RuntimeError] and server.last_error == ""
+
+
+def test_a_server_that_refuses_the_weights_gets_them_again_after_a_pause(fake):
+    """A failed transfer asks for the next check: they were sent up to sixty times a second."""
+    engine, times = engine_of(fake, health_every=0.5), []
+
+    async def resync(server):
+        times.append(time.monotonic())
+        if len(times) < 4:
+            server.failed(times[-1])
+            raise EngineError("the server refuses the weights")
+
+    engine.servers.resync = resync
+
+    async def fail():
+        await serving(engine)
+        await out_of_service(engine, fake)
+        fake.sick = False
+        await until(lambda: engine.servers.all[0].ready)
+
+    asyncio.run(fail())
+    engine.close()
+    assert min(later - earlier for earlier, later in pairwise(times)) >= 0.5
 
 
 def test_a_server_that_failed_in_a_pause_is_resumed_before_it_counts_as_dead(fake):
