@@ -141,6 +141,23 @@ def test_held_out_rows_are_read_and_empty_texts_are_warned_of(qwen3_vl, tmp_path
     assert "the prompt is empty in row 0: the model reads nothing" in output
 
 
+@pytest.mark.parametrize(
+    ("row", "warning"),
+    [
+        ({"prompt": '[{"role": "user", "content": "What?"}]'}, "holds messages written as a text"),
+        ({"prompt": "<|im_start|>user\nWhat?<|im_end|>"}, "are written in a chat template"),
+        ({"prompt": "What?", "image": "a.png"}, "holds images that no prompt shows"),
+    ],
+)
+def test_what_a_run_warns_of_is_shown_before_the_first_task(qwen3_vl, tmp_path, row, warning):
+    """It was in the plan of the run alone."""
+    (tmp_path / "a.jsonl").write_text(json.dumps(row | {"answer": "1"}) + "\n" + json.dumps(row | {"answer": ""}))
+    output, passed = shown(qwen3_vl, show=1, data=Data(str(tmp_path / "a.jsonl"), seed=None))
+    output = " ".join(output.split())
+    assert passed and output.count(warning) == 1 and output.index(warning) < output.index("tokens")
+    assert output.count("is empty in row 1") == 1
+
+
 def test_marks_without_an_image_are_warned_of(qwen3_vl, tmp_path):
     (tmp_path / "a.png").write_bytes(png((64, 64)))
     rows = [("<image>One?", 1), ("<image>None?", 0), ("One?", 1)]

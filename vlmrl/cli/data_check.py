@@ -71,6 +71,7 @@ def check(settings: CheckOptions, console: Console | None = None) -> bool:
             share = config.mixture[name].weight / sum(part.weight for part in config.mixture.values())
             checker.console.print()
             checker.say(name, f"{len(source)} tasks, {share:.0%} of the draws", style="bold magenta")
+        checker.warn(source)
         for number in range(min(settings.show, len(source))):
             checker.show(source, number)
         checker.read(source, settings.rows)
@@ -100,6 +101,14 @@ class Checker(CheckOutput):
         policy = resolve_policy(config.rollout)
         self.policy = None if asks(policy) else policy  # one that asks gets no first prompt
         self.count = PromptLength(self.reader.renderer, self.store, self._class_tools)
+
+    def warn(self, source: TaskSource) -> None:
+        """Print what a run warns of, but for empty texts, which :meth:`read` counts."""
+        from vlmrl.data.source import EMPTY
+
+        for warning in source.warnings:
+            if not warning.endswith(tuple(EMPTY.values())):
+                self.say("warning", warning, "bold yellow")
 
     def show(self, source: TaskSource, number: int) -> None:
         """Print the task of one draw: token counts, images, tools and the rendered prompt."""

@@ -32,6 +32,7 @@ from vlmrl.data.row_images import (
 )
 from vlmrl.data.source import Row, TaskSource, held_out, task_seed
 from vlmrl.multimodal.masks import REASONING, RowError
+from vlmrl.multimodal.messages import parts_of_message
 from vlmrl.types import Message, Task
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ COLUMNS = {
 """The columns that a field is looked for in, without `sft.data.NAME.columns`."""
 FIELDS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id", "function_call", "from", "value"}
 """The fields of a message that are read, beside those of :data:`~vlmrl.multimodal.masks.REASONING`."""
+SCHEMA = {"description", "parameters", "input_schema"}
+"""What a tool's schema has, and a call has not."""
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -185,9 +188,28 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, list[str]], turns:
     sampled = {number_of[each["message"]]: each["token_ids"] for each in row.get("responses") or []}
     has_calls = any(message.get("tool_calls") for message in messages)
     tools = _parsed(given("tools") or (row.get("functions") if has_calls else None) or [])
+    if has_calls and not tools and (other := _unread_tools(messages, row)):
+        found = f"the row has calls, but no tools: those of its column {other!r} are not read"
+        raise RowError("unreadable", f"{found}. Set sft.data.NAME.columns tools {other}.")
     images = [part["image"] for message in prompt for part in image_parts(message)]
     data = {"tools": without_nulls(tools), "trained": trained, "sampled": sampled}
     return Task(task.id, prompt, images, data=data, source=task.source, seed=task.seed, part=task.part)
+
+
+def _unread_tools(messages: Sequence[Message], row: Row) -> str:
+    """The column of another name that has tools which no text of the messages names; ``""`` if there is none."""
+    texts = "\n".join(str(part.get("text")) for message in messages for part in parts_of_message(message))
+    for name, value in row.items():
+        if "tool" not in name.lower() and "function" not in name.lower():
+            continue
+        try:
+            schemas = [tool.get("function") or tool for tool in _parsed(value)]
+        except (ValueError, RecursionError):  # no tools
+            continue
+        described = [each for each in schemas if isinstance(each, dict) and not SCHEMA.isdisjoint(each)]
+        if any(str(each.get("name")) not in texts for each in described if each.get("name")):
+            return name
+    return ""
 
 
 def _parsed(value: Any) -> list[dict[str, Any]]:

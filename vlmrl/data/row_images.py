@@ -2,7 +2,7 @@
 
 - A string prompt is a user message. Each ``<image>`` in it marks an image, and more marks than images are an error; in a row whose
   column of images is empty they are plain text. Images without a mark go first: ``"<image> and this"`` with images a, b is a, b,
-  ``" and this"``. They are an error where the messages show images of their own, or have a mark elsewhere.
+  ``" and this"``. They are an error where the messages show images of their own, or have a mark elsewhere or of another program.
 - In a list of messages, ``{"type": "image"}`` parts without a source take the images. User messages whose content is a string
   may have marks too. An ``index`` of a part, as some datasets have it, must agree with that.
 """
@@ -24,6 +24,10 @@ from vlmrl.types import ImageSource, Message
 
 MARK = "<image>"
 PLAIN_MARK = "For a mark that is plain text, give the prompt as messages with a list of parts, where marks are not read"
+OTHER_MARK = re.compile(rf"(?!{MARK}|<img>)(?i:<\|?(image|img)([ _-]?(\d+|pad|placeholder|here))?\|?>)")
+"""Marks of images of other programs, such as ``<image 1>``, ``<|image_1|>``, ``<|image_pad|>``, ``<ImageHere>``. ``<img>`` is HTML."""
+NAMED_FILE = re.compile(r"<(img|video|audio)>[^<>\n]{1,2000}\.\w{2,5}</\1>")
+"""A file that a text names, as in ``<img>a.png</img>`` of Qwen-VL and ms-swift."""
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
 UNREAD = {"video": ("<video>", MARK), "audio": ("<audio>",)}
@@ -32,6 +36,11 @@ OTHER_ARGUMENTS = ("parameters", "args", "input", "kwargs")
 """Fields of a call in which others write its arguments."""
 BESIDE = ("image", "images", "image_url", "image_path", "video", "videos", "audio", "audios")
 """Fields of a message beside its content that are not read: no chat template shows them."""
+CALLS_BESIDE = ("tools", "functions", "function_calls", "function_call", "tool_call", "observation")
+"""Such fields with tools, calls and results: those of Olmo, GLM and OpenAI's earlier form."""
+RESULTS = ("output", "result", "results", "response", "observation", "text", "data")
+"""Fields in which others write the result of a tool."""
+PART_FIELDS = {"type", "text", "image", "image_url", "url", "path", "index", "thinking", "signature"}
 
 
 class RowImages:
@@ -67,6 +76,10 @@ class RowImages:
                 f"{self.where}: {marks} {MARK} marks for {len(self.sources) - bare} images: each mark needs an image. {PLAIN_MARK}"
             )
         unmarked = len(self.sources) - bare - marks
+        if unmarked > 0 and (other := _other_mark(marked)):
+            raise ValueError(
+                f"{self.where}: the mark {other!r} of an image is not read, and its image would go before the text: write {MARK}"
+            )
         if unmarked < 0 or (unmarked and (shown or not _is_first(messages, marked))):
             raise ValueError(
                 f"{self.where}: {len(self.sources)} images for {bare} image parts without a source and {marks} "
@@ -150,7 +163,15 @@ def content_problem(message: Message) -> str:
     if beside is not None and not _has_image(message.get("content")):
         what = f"a message of the role {message['role']!r:.50} has {beside!r} beside its content, which is not read"
         return f"{what}: put images into parts of the content, or into the row's column of images"
-    if message.get("content") is not None or message.get("tool_calls") or message["role"] == "tool":
+    beside = next((key for key in CALLS_BESIDE if _is_filled(message.get(key))), None)
+    if beside is not None and message.get("content") is not None:
+        what = f"a message of the role {message['role']!r:.50} has {beside!r} beside its content, which is not read"
+        return f"{what}: put calls into 'tool_calls', results into the content, and tools into the row's column of tools or the env"
+    if message["role"] != "tool" and _is_parts_as_text(message.get("content")):
+        return f"a message of the role {message['role']!r:.50} has the parts of its content written as a text: write them as a list"
+    if message.get("content") is not None or message.get("tool_calls"):
+        return ""
+    if message["role"] == "tool" and not any(_is_filled(message.get(key)) for key in RESULTS):
         return ""
     given = ", ".join(repr(key) for key, value in message.items() if value is not None)
     return f"a message of the role {message['role']!r:.50} has no 'content', only {given:.200}"
@@ -169,12 +190,16 @@ def call_problem(call: dict[str, Any]) -> str:
 
 
 def unread_mark(messages: list[Message], row: dict[str, Any]) -> str:
-    """What is wrong with messages that have the mark of a video or an audio of their row, which would be read as text; else ``""``.
+    """What is wrong with messages that name a file, or have the mark of a video or an audio of their row, read as text; else ``""``.
 
     The row's images are in the messages already, so that an ``<image>`` in a text beside a video is the video's.
     """
     shown = [parts_of_message(message) for message in messages if message["role"] in ("user", "tool")]
     texts = [str(part.get("text")) for parts in shown for part in parts]
+    asked = [str(part.get("text")) for each in messages if each["role"] == "user" for part in parts_of_message(each)]
+    if named := next(filter(None, map(NAMED_FILE.search, asked)), None):
+        what = f"a text names a file in <{named[1]}>, {named[0]!r:.100}, which is not read"
+        return f"{what}: write {MARK} in its place, and put the image into the row's column of images"
     for name, marks in UNREAD.items():
         mark = next((mark for mark in marks if any(mark in text for text in texts)), None)
         column = next((key for key in row if str(key).lower().startswith(name) and _is_filled(row[key])), None)
@@ -182,6 +207,24 @@ def unread_mark(messages: list[Message], row: dict[str, Any]) -> str:
             what = f"a text has the mark {mark} of its column {column!r}, but videos and audio are not read"
             return f"{what}: remove the row, or show frames as images in the mark's place"
     return ""
+
+
+def _is_parts_as_text(content: Any) -> bool:
+    """Whether a content is a text with a list of parts in JSON."""
+    if not isinstance(content, str) or not re.match(r'\s*\[\s*\{\s*"', content):
+        return False
+    try:
+        parts = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    kinds = ("text", "image", "image_url", "thinking")
+    return all(isinstance(part, dict) and part.get("type") in kinds and part.keys() <= PART_FIELDS for part in parts)
+
+
+def _other_mark(messages: list[Message]) -> str:
+    """The first mark of another program in the texts of ``messages``, or ``""``."""
+    found = next(filter(None, (OTHER_MARK.search(message["content"]) for message in messages)), None)
+    return found[0] if found else ""
 
 
 def _has_image(content: Any) -> bool:

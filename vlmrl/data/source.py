@@ -122,6 +122,10 @@ def task_seed(seed: int, index: int) -> int:
 
 
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*["'](role|content|from)["']\s*:""")
+TEMPLATED = re.compile(
+    r"\s*(<\|(im_start|start_header_id|begin_of_text|system|user)\|>|<start_of_turn>|<bos>|(<s>\s*)?\[INST\]|\[gMASK\]|<｜)"
+)
+"""How a prompt begins that is written in a chat template."""
 EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains the answer"}
 """What it means that a row has no prompt, or no answer."""
 
@@ -183,6 +187,12 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
     if _is_text_of_messages(rows, columns["prompt"]):
         remedy = "write them as a list, in a JSON or parquet file"
         yield f"column {columns['prompt']!r} holds messages written as a text, which the model reads as one: {remedy}"
+    if _is_templated(rows, columns["prompt"]):
+        remedy = "write them as messages without its tokens, or as the text alone"
+        yield (
+            f"column {columns['prompt']!r} holds prompts that are written in a chat template, which the model reads as the text of a "
+            f"message: {remedy}"
+        )
     if "images" not in columns and (other := _unshown_images(rows, columns.get("prompt"))):
         yield f"column {other!r} holds images that no prompt shows: map it to images with data.columns, unless the env reads it"
     name = columns.get("answer")
@@ -197,6 +207,14 @@ def _is_text_of_messages(rows: Rows, prompt: str) -> bool:
     """Whether the first prompt is a text with messages in JSON, or as Python prints them, which pandas writes to CSV files."""
     value = rows.first(prompt) if prompt in rows.columns and "." not in prompt else None
     return isinstance(value, str) and MESSAGES_AS_TEXT.match(value) is not None
+
+
+def _is_templated(rows: Rows, prompt: str) -> bool:
+    """Whether the first prompt, or its first message, begins with a token of a chat template."""
+    value = rows.first(prompt) if prompt in rows.columns and "." not in prompt else None
+    first = value[0] if isinstance(value, list) and value else value
+    text = first.get("content") if isinstance(first, dict) else first
+    return isinstance(text, str) and TEMPLATED.match(text) is not None
 
 
 def holds_images(column: str) -> bool:
