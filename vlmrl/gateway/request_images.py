@@ -23,14 +23,13 @@ from vlmrl.multimodal.messages import images_of, map_images
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import ImageSource, MediaItem, Message
 from vlmrl.utils.http import RefusedError, RetryableError, http_loop
-from vlmrl.utils.output_files import open_regular
+from vlmrl.utils.output_files import LONGEST_PATH, open_regular
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool, usable_cores
 
 MAX_NEW_IMAGES = 1024  # of one request
 MOST_FETCHED = 8  # of one episode at once: each URL may have 64 MiB, which are kept until they are decoded
-LONGEST_ADDRESS = 3 * 4096
-"""Characters of a path or file URL: no longer path can be opened, and `%20` is one. Links in one are followed in quadratic time: in an
-image of 2 MB as base64 without `data:`, which has slashes, for a minute."""
+LONGEST_ADDRESS = 3 * LONGEST_PATH
+"""Characters of a path or file URL, in which one may be `%20`. An image as base64 without `data:` has slashes, as a path has."""
 KEPT_IMAGES = 1024  # of one episode; their pixels are in the store's memory, which has its own bound
 
 
