@@ -7,6 +7,7 @@ import contextlib
 import io
 import socket
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from testing.servers import served_asgi
 
 from vlmrl import BrowserEnv, MiniWobEnv
 from vlmrl.env.base import resolve_env
+from vlmrl.env.browser.browser_env import _is_page_in
 from vlmrl.env.browser.browser_pool import OPENING, BrowserFailure, Lease
 from vlmrl.env.browser.browser_tab import BrowserTab
 
@@ -559,6 +561,12 @@ def test_a_task_names_no_page_outside_the_folder_of_its_env(tmp_path, page):
     with pytest.raises(ValueError, match=r"the column page of task .* must name a file in the folder of Shop"):
         spec.build(replace(a_task(), data={"page": page}))
     assert spec.build(replace(a_task(), data={"page": "shop.html"})).url == (tmp_path / "shop.html").as_uri()
+
+
+def test_a_page_whose_name_has_megabytes_is_refused_at_once(tmp_path):
+    """Looking for links in one of 4 MB, of a task that a client sends, kept a thread for ten minutes."""
+    began = time.monotonic()
+    assert not _is_page_in(tmp_path, "../x/" * 2**17 + "a.html") and time.monotonic() - began < 1.0
 
 
 @pytest.mark.parametrize("name", ["../miniwob/click-test", "/etc/passwd", "../../../../etc/passwd"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,7 @@ from vlmrl.gateway.request_body import (
 from vlmrl.gateway.request_images import MAX_NEW_IMAGES, NewImage, RequestImages
 from vlmrl.utils import json_files
 from vlmrl.utils.json_files import MAX_DIGITS, MAX_VALUES
+from vlmrl.utils.output_files import open_regular
 
 USER = {"role": "user", "content": "hello"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "zoom", "arguments": '{"k": 2}'}}
@@ -418,19 +420,38 @@ def test_urls_and_files_need_a_setting(tmp_path):
     assert error_of(show, str(folder / "missing.png"), reader).status == 400
 
 
-def test_a_link_that_takes_the_place_of_an_allowed_file_is_not_followed(tmp_path):
+@pytest.mark.parametrize("prefix", ["/9j/", "iVBOR", "file:///9j/"])
+def test_base64_without_its_header_is_refused_at_once(prefix, tmp_path):
+    """Its slashes were those of a path: for an image of 2 MB, a thread of all episodes looked for its links for a minute."""
+    for reader in (images(), images(images=(str(tmp_path),))):
+        began = time.monotonic()
+        error = error_of(show, prefix + "abcdefgh/" * 2**16, reader)
+        assert error.status == 400 and "embed the image" in error.message and time.monotonic() - began < 1.0
+
+
+def test_links_in_circles_are_the_clients_mistake(tmp_path):
+    """The endpoint's own error fails the trajectory: a policy whose files the agent sends could escape its reward."""
+    (tmp_path / "a.png").symlink_to(tmp_path / "a.png")
+    assert error_of(show, str(tmp_path / "a.png"), images(images=(str(tmp_path),))).status == 400
+
+
+def test_a_link_that_takes_the_place_of_an_allowed_file_is_not_followed(tmp_path, monkeypatch):
     """An agent in a container, which shares the folder, has the model see no other image of the host."""
     folder, secret = tmp_path / "allowed", tmp_path / "secret"
     for each in (folder / "a", secret):
         each.mkdir(parents=True)
         (each / "a.png").write_bytes(png())
     reader = images(images=(str(folder),))
-    part = {"type": "image_url", "image_url": {"url": str(folder / "a/a.png")}}
     for swapped, target in (("a/a.png", secret / "a.png"), ("a", secret)):
-        parsed = read_openai_request({"messages": [{"role": "user", "content": [part]}]}, reader)
-        (folder / swapped).rename(folder / "moved")
-        (folder / swapped).symlink_to(target)
-        error = error_of(lambda parsed=parsed: asyncio.run(reader.load(parsed.chat.messages)))
+
+        def opened(*args, swapped=swapped, target=target):
+            (folder / swapped).rename(folder / "moved")
+            (folder / swapped).symlink_to(target)
+            return open_regular(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(request_images, "open_regular", opened)
+            error = error_of(show, str(folder / "a/a.png"), reader)
         assert error.status == 400 and "regular file" in error.message
         (folder / swapped).unlink()
         (folder / "moved").rename(folder / swapped)

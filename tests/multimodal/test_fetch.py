@@ -98,6 +98,30 @@ def test_an_invalid_url_is_refused(url: str, hosts: list[str]):
     assert get(url, hosts=hosts) == f"RefusedError: {url} is not an http address"
 
 
+HAN = "".join(chr(0x4E00 + i * 7919 % 20000) for i in range(3000))
+
+
+@pytest.mark.parametrize(
+    "address", [f"http://{HAN}/", f"http://a@{HAN}.b:80?c", f"http://a/{'b' * 2**14}", f"http:/\t/{HAN}"]
+)
+def test_an_address_that_takes_long_to_parse_is_refused(address: str, monkeypatch: pytest.MonkeyPatch):
+    """A host of 10,000 letters held up the process's loop for all requests for half a minute, also those to the engine."""
+    monkeypatch.setattr(fetching, "URL", lambda address: pytest.fail("it was parsed"))
+    assert get(address) == f"RefusedError: {address[:300]} is not an http address"
+
+
+def test_a_redirect_to_a_long_host_is_refused():
+    """Some servers write it with letters other than ASCII's."""
+    moved = web.Response(status=302, headers={"Location": f"//{HAN[:1000]}/"})
+    body, requests = fetched(moved, PNG)
+    assert (str(body)[:13], requests) == ("RefusedError:", 1)
+
+
+def test_a_long_path_with_other_letters_is_no_long_host():
+    with answering(lambda request: asyncio.sleep(0, web.Response(body=b"png"))) as url:
+        assert get(f"{url}/{HAN[:400]}//x@{HAN[:400]}") == b"png"
+
+
 def test_attempts_are_limited_and_the_last_failure_is_named(monkeypatch):
     monkeypatch.setattr(fetching, "ATTEMPTS", 2)
     assert fetched(web.Response(status=503)) == ("RetryableError: 503 Service Unavailable (2 attempts)", 2)

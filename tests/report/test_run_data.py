@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 from testing.run_folders import write_run_folder
@@ -62,6 +63,13 @@ def test_an_image_that_was_not_kept_is_a_key_error(folder, image_id):
 @pytest.mark.parametrize("trajectory_id", ["a" * 256, "a\0b", "../config"])
 def test_a_trajectory_whose_id_names_no_file_has_no_log(folder, trajectory_id):
     assert vlmrl.load_run(folder).log_path(trajectory_id) is None
+
+
+def test_a_trajectory_whose_id_is_a_path_of_megabytes_has_no_log(folder):
+    """Looking for links in one of 4 MB, in somebody else's run, kept a thread of the page for ten minutes."""
+    began = time.monotonic()
+    assert vlmrl.load_run(folder).log_path("../x/" * 2**17) is None
+    assert time.monotonic() - began < 1.0
 
 
 def test_a_trajectory_whose_id_is_a_path_shows_no_log_from_elsewhere(folder, tmp_path):

@@ -6,10 +6,12 @@ import asyncio
 import base64
 import binascii
 import hashlib
+import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import unquote, urlsplit
 
 from vlmrl.config.gateway import Gateway
@@ -21,11 +23,13 @@ from vlmrl.multimodal.messages import images_of, map_images
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import ImageSource, MediaItem, Message
 from vlmrl.utils.http import RefusedError, RetryableError, http_loop
-from vlmrl.utils.output_files import open_regular
+from vlmrl.utils.output_files import LONGEST_PATH, open_regular
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool, usable_cores
 
 MAX_NEW_IMAGES = 1024  # of one request
 MOST_FETCHED = 8  # of one episode at once: each URL may have 64 MiB, which are kept until they are decoded
+LONGEST_ADDRESS = 3 * LONGEST_PATH
+"""Characters of a path or file URL, in which one may be `%20`. An image as base64 without `data:` has slashes, as a path has."""
 KEPT_IMAGES = 1024  # of one episode; their pixels are in the store's memory, which has its own bound
 
 
@@ -64,7 +68,7 @@ class RequestImages:
                 remedy = "the run loads no URLs; embed the image, or add urls to gateway.images"
                 refuse(where, "a data URI", address, remedy)
             return NewImage(where, address)
-        return NewImage(where, self._allowed_file(address, where))
+        return NewImage(where, self._named_file(address, where))
 
     def embedded(self, text: str, where: str) -> NewImage | MediaItem:
         """The image of a base64 text."""
@@ -80,18 +84,14 @@ class RequestImages:
             refuse(where, "base64 of an image", text)
         return NewImage(where, content, digest)
 
-    def _allowed_file(self, address: str, where: str) -> Path:
-        """The file of a path or file URL, links followed, if it is in one of the allowed folders."""
-        try:
-            path = Path(unquote(urlsplit(address).path) if address.startswith("file:") else address)
-            file = path.resolve()
-            allowed = path.is_absolute() and any(file.is_relative_to(folder) for folder in self._folders)
-        except (OSError, ValueError):  # a name that is too long or holds a NUL, or `file://[`
-            allowed, file = False, Path()
-        if not allowed:
-            remedy = "embed the image, or name its folder in gateway.images"
-            refuse(where, "a data URI, or an absolute path in a folder of gateway.images", address, remedy)
-        return file
+    def _named_file(self, address: str, where: str) -> Path:
+        """The path that an address names, which :meth:`_read_file` looks at in a thread."""
+        if self._folders and len(address) <= LONGEST_ADDRESS:
+            with suppress(ValueError):  # `file://[`
+                path = Path(unquote(urlsplit(address).path) if address.startswith("file:") else address)
+                if path.is_absolute():
+                    return path
+        _refuse_address(address, where)
 
     async def load(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with a loaded image in place of each new one.
@@ -144,13 +144,19 @@ class RequestImages:
         if isinstance(image.source, str):
             return await http_loop().run(fetch(image.source, SECONDS, self._hosts))
         if isinstance(image.source, Path):
-            return await cpu_pool().run(SECONDS, self._read_file, image.source)
+            return await cpu_pool().run(SECONDS, self._read_file, image.source, image.where)
         return image.source
 
-    def _read_file(self, file: Path) -> bytes:
-        """A file that was allowed. Meanwhile a link may have taken its place, of an agent in a container that shares the folder."""
-        folder = next(each for each in self._folders if file.is_relative_to(each))
+    def _read_file(self, path: Path, where: str) -> bytes:
+        """The file of a path, links followed, if it is in one of the allowed folders.
+
+        Meanwhile a link may take its place, of an agent in a container that shares the folder.
+        """
         try:
+            file = Path(os.path.realpath(path))  # Path.resolve raises where links go in circles
+            folder = next((each for each in self._folders if file.is_relative_to(each)), None)
+            if folder is None:
+                _refuse_address(str(path), where)
             with open_regular(file, folder) as opened:
                 content = opened.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
@@ -158,6 +164,11 @@ class RequestImages:
         if len(content) > MAX_BYTES:
             raise RefusedError(f"its file has more than {MAX_BYTES} bytes")
         return content
+
+
+def _refuse_address(address: str, where: str) -> NoReturn:
+    remedy = "embed the image, or name its folder in gateway.images"
+    refuse(where, "a data URI, or an absolute path in a folder of gateway.images", address, remedy)
 
 
 def new_bytes(messages: Sequence[Message]) -> int:

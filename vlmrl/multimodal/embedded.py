@@ -113,11 +113,14 @@ def refusing_sources_of(payload: Any) -> Refuse:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
-            yield from _strings(item)
+    """All texts in a JSON value, names of fields included."""
+    inner = [value]
+    while inner:
+        each = inner.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict | list):
+            inner += (*each, *each.values()) if isinstance(each, dict) else each
 
 
 def _place(source: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import re
 import socket
 from collections.abc import Collection
 from functools import cache
@@ -34,6 +35,10 @@ MAX_BYTES = 64 * 2**20
 ATTEMPTS = 6
 TIMES = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=20.0)  # to connect, and between two chunks
 MAX_REDIRECTS = 10
+MAX_URL = 2**14
+"""Characters of an address. yarl keeps the latest ones."""
+MAX_HOST = 300
+"""Characters of a host and its port. Encoding one with 10,000 other letters than ASCII's takes half a minute."""
 REDIRECTS = (301, 302, 303, 307, 308)
 ANY_PUBLIC = "*"
 NOT_PUBLIC = "is not a public address of the internet"
@@ -82,19 +87,29 @@ async def _get(address: str, hosts: Collection[str] | None) -> bytes:
     url: str | URL = address
     for _ in range(MAX_REDIRECTS + 1):
         try:
-            url = URL(url)
+            url = _parsed(url) if isinstance(url, str) else url
             session, options = _route(url, hosts)
             async with session.get(url, allow_redirects=False, timeout=TIMES, **options) as response:
                 if response.status not in REDIRECTS or "Location" not in response.headers:
                     return await _content(response)
-                url = url.join(URL(response.headers["Location"]))
+                url = url.join(_parsed(response.headers["Location"]))
         except BAD_ADDRESS as error:
-            raise RefusedError(f"{url} is not an http address") from error
+            raise RefusedError(f"{url!s:.{MAX_HOST}} is not an http address") from error
         except (aiohttp.ClientError, OSError) as error:
             if NOT_PUBLIC in str(error):
                 raise RefusedError(f"{URL(url).host} {NOT_PUBLIC}") from error
             raise RetryableError(f"{type(error).__name__}: {error}") from error
     raise RefusedError(f"it has more than {MAX_REDIRECTS} redirects")
+
+
+def _parsed(address: str) -> URL:
+    """Raises ValueError for no valid address, and for one that takes long to parse."""
+    if len(address) > MAX_URL:
+        raise ValueError
+    place = re.sub("[\t\r\n]", "", address).partition("//")[2]  # URL leaves them out, too
+    if len(re.split("[/?#]", place, maxsplit=1)[0].rpartition("@")[2]) > MAX_HOST:
+        raise ValueError
+    return URL(address)
 
 
 async def _content(response: aiohttp.ClientResponse) -> bytes:

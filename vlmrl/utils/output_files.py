@@ -29,6 +29,8 @@ DISK_ERRORS = {
 }
 
 
+LONGEST_PATH = 4096
+"""Characters: no longer path can be opened. Following the links in one takes a time that grows with the square of its length."""
 FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", 0)  # only to open what is in it
 
 
@@ -57,6 +59,8 @@ def regular_file(folder: Path, *names: str) -> Path | None:
 
     ``folder`` itself may be a link.
     """
+    if any(len(name) > LONGEST_PATH for name in names):
+        return None
     path = folder.joinpath(*names)
     try:
         # Path.resolve raises where links go in circles

@@ -26,6 +26,7 @@ from vlmrl.env.browser.marks import marked
 from vlmrl.env.tool_calls import read_tool_calls
 from vlmrl.env.tools import parts_of, problem_with, tool_message
 from vlmrl.types import Message, Task
+from vlmrl.utils.output_files import LONGEST_PATH
 from vlmrl.utils.require import import_extra, moderate_number, require
 from vlmrl.utils.work_pool import cpu_pool
 
@@ -272,9 +273,11 @@ class BrowserEnv(Env):
 
 def _is_page_in(folder: Path, page: Any) -> bool:
     """Whether ``page`` names a web page in ``folder``, which may also hold keys and settings that no task may show."""
+    if not isinstance(page, str) or len(page) > LONGEST_PATH:
+        return False
     try:
         path = (folder / page).resolve()
-    except (OSError, TypeError, ValueError):  # too long, no text, or with a null byte
+    except (OSError, RuntimeError, ValueError):  # too long, a link in a circle, or with a null byte
         return False
     return "://" not in page and path.suffix.lower() in (".html", ".htm") and path.is_relative_to(folder)
 

@@ -31,6 +31,7 @@ MARKERS = frozenset({IMAGE, BYTES, FLOAT, ESCAPED})
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 BYTE_MODES = ("1", "L", "P")  # of Pillow, which keeps a byte for each of their pixels, and four for one of RGB
 MAX_TEXT = 2**22  # characters of the messages of one payload, about a million tokens
+LONG_NAME = 200  # characters of a value's name in an error
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -43,10 +44,10 @@ def serialize(value: Any, name: str) -> Any:
     if isinstance(value, bytes):
         return {BYTES: _base64(value)}
     if isinstance(value, dict):
-        plain = {str(key): serialize(item, f"{name}.{key}") for key, item in value.items()}
+        plain = {str(key): serialize(item, _inside(name, str(key))) for key, item in value.items()}
         return {ESCAPED: plain} if len(plain) == 1 and plain.keys() <= MARKERS else plain
     if isinstance(value, list | tuple):
-        return [serialize(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return [serialize(item, _inside(name, index)) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         return {FLOAT: repr(float(value))}
     if value is None or isinstance(value, str | int | float | bool):
@@ -62,13 +63,13 @@ def serialize(value: Any, name: str) -> Any:
 def deserialize(value: Any, name: str) -> Any:
     """The inverse of :func:`serialize`. Raises ValueError, with ``name``, for invalid payloads."""
     if isinstance(value, list):
-        return [deserialize(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return [deserialize(item, _inside(name, index)) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if len(value) == 1 and value.keys() <= MARKERS:
         ((marker, content),) = value.items()
         return _restore(marker, content, name)
-    return {key: deserialize(item, f"{name}.{key}") for key, item in value.items()}
+    return {key: deserialize(item, _inside(name, key)) for key, item in value.items()}
 
 
 def serialize_messages(messages: list[Message], name: str) -> Any:
@@ -159,7 +160,7 @@ def _restore(marker: str, content: Any, name: str) -> Any:
     if marker == ESCAPED:
         if not isinstance(content, dict):
             raise ValueError(f"{name}.{ESCAPED} must be a dict, but it is {_shown(content)}.")
-        return {key: deserialize(item, f"{name}.{key}") for key, item in content.items()}
+        return {key: deserialize(item, _inside(name, key)) for key, item in content.items()}
     if not isinstance(content, str) or (marker == FLOAT and content not in FLOATS):
         raise ValueError(
             f"{name}.{marker} must be {'text' if marker != FLOAT else list(FLOATS)}, but it is {_shown(content)}."
@@ -225,10 +226,10 @@ def _check_plain(value: Any, name: str) -> None:
     elif isinstance(value, dict):
         for key, item in value.items():
             _check_text(key, f"a key of {name}")
-            _check_plain(item, f"{name}.{key}")
+            _check_plain(item, _inside(name, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _check_plain(item, f"{name}[{index}]")
+            _check_plain(item, _inside(name, index))
     elif not (value is None or isinstance(value, bool | int | float)):
         raise ValueError(f"{name} must be text, a number, a list or a dict, but it is {_shown(value)}.")
 
@@ -236,6 +237,13 @@ def _check_plain(value: Any, name: str) -> None:
 def _has_name(tool_or_call: Any) -> bool:
     function = tool_or_call.get("function", tool_or_call) if isinstance(tool_or_call, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _inside(name: str, key: str | int) -> str:
+    """The name of a value in errors: ``task.data.seed``. It is shortened, since each value has one, and keys may have megabytes."""
+    if len(name) > LONG_NAME:
+        return name
+    return f"{name}[{key}]" if isinstance(key, int) else f"{name}.{key:.{LONG_NAME}}"
 
 
 def _shown(value: Any) -> str:
