@@ -97,6 +97,23 @@ def test_files_that_are_named_in_a_text_are_a_bad_row(tmp_path, tag):
     refused(tmp_path, [ASK | {"content": f"Picture 1: {tag}\nWhat?"}], "names a file in <(img|video)>", "marks")
 
 
+# Texts of responses
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>\n", "</s> ", "<|eot_id|>"])
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_a_response_that_ends_as_a_chat_template_does_is_a_bad_row(tmp_path, end, as_parts):
+    """The model was trained to write the token as text, and then the token."""
+    text = f"It is 3.{end}"
+    said = SAY | {"content": [{"type": "text", "text": text}] if as_parts else text}
+    refused(tmp_path, [ASK, said, ASK], r"a response ends with .* as text: remove it")
+
+
+@pytest.mark.parametrize("text", ["<|im_end|> ends a turn.", "It is <s>3</s>, I say", "", "<|box_end|>"])
+def test_a_response_about_such_tokens_is_no_bad_row(tmp_path, text):
+    assert conversation(tmp_path, {"messages": [ASK, SAY | {"content": text}, ASK, SAY]}).prompt[1]["content"] == text
+
+
 # Fields of messages
 
 

@@ -40,6 +40,8 @@ CALLS_BESIDE = ("tools", "functions", "function_calls", "function_call", "tool_c
 """Such fields with tools, calls and results: those of Olmo, GLM and OpenAI's earlier form."""
 RESULTS = ("output", "result", "results", "response", "observation", "text", "data")
 """Fields in which others write the result of a tool."""
+END = re.compile(r"(<\|(im_end|endoftext|eot_id|eom_id|end|return|end_of_text)\|>|</s>|<eos>|<end_of_turn>)\Z")
+"""How a response ends that has the end of a chat template as text: a model would learn to write it as text."""
 PART_FIELDS = {"type", "text", "image", "image_url", "url", "path", "index", "thinking", "signature"}
 
 
@@ -169,6 +171,10 @@ def content_problem(message: Message) -> str:
         return f"{what}: put calls into 'tool_calls', results into the content, and tools into the row's column of tools or the env"
     if message["role"] != "tool" and _is_parts_as_text(message.get("content")):
         return f"a message of the role {message['role']!r:.50} has the parts of its content written as a text: write them as a list"
+    if message["role"] == "assistant" and (end := END.search(_last_text(message.get("content")).rstrip()[-30:])):
+        return (
+            f"a response ends with {end[0]!r} as text: remove it, since the chat template writes the end of a response"
+        )
     if message.get("content") is not None or message.get("tool_calls"):
         return ""
     if message["role"] == "tool" and not any(_is_filled(message.get(key)) for key in RESULTS):
@@ -225,6 +231,13 @@ def _other_mark(messages: list[Message]) -> str:
     """The first mark of another program in the texts of ``messages``, or ``""``."""
     found = next(filter(None, (OTHER_MARK.search(message["content"]) for message in messages)), None)
     return found[0] if found else ""
+
+
+def _last_text(content: Any) -> str:
+    """The text at the end of a content, or ``""``."""
+    last = content[-1] if isinstance(content, list) and content else content
+    text = last.get("text") if isinstance(last, dict) else last
+    return text if isinstance(text, str) else ""
 
 
 def _has_image(content: Any) -> bool:
