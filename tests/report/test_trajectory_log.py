@@ -1,6 +1,7 @@
 """What a run's folder holds of the trajectories of a step."""
 
 import asyncio
+import math
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from vlmrl.report import json_lines, trajectory_log
 from vlmrl.report.run_log import RunLog
 from vlmrl.report.trajectory_log import TrajectoryLog, kept_whole
 from vlmrl.types import Task, Trajectory
+from vlmrl.utils.work_pool import WorkPool
 
 BLUE = item_of("b1ue", Image.new("RGB", (32, 32), "blue"), 1)
 
@@ -95,6 +97,21 @@ def test_an_image_that_cannot_be_written_is_an_error_before_its_record(tmp_path,
     with pytest.raises(OSError, match="no space"):
         write(tmp_path, (1, "train", [played("a", 0, [IMAGE])]))
     assert vlmrl.load_run(tmp_path).trajectories() == []
+
+
+def test_a_file_system_that_stands_still_for_long_is_waited_for(tmp_path, monkeypatch):
+    """Writing an image had 60 s, which a shared file system may take: the run ended, without a checkpoint of its last step."""
+
+    class Patient(WorkPool):
+        async def run(self, seconds, function, *args):
+            assert seconds == math.inf
+            return await super().run(seconds, function, *args)
+
+    pool = Patient("cpu", 1)
+    monkeypatch.setattr(trajectory_log, "cpu_pool", lambda: pool)
+    write(tmp_path, (1, "train", [played("a", 0, [IMAGE])]))
+    pool.close()
+    assert (tmp_path / "images" / f"{IMAGE.id}.png").exists()
 
 
 @pytest.mark.parametrize(("count", "kept"), [(0, ""), (1, "aa"), (2, "aa"), (3, "aa"), (5, "aabbb"), (64, "aabbbc")])

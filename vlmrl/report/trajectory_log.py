@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from vlmrl.types import MediaItem, Trajectory
 from vlmrl.utils.output_files import whole_file
 from vlmrl.utils.work_pool import cpu_pool
 
-IMAGE_SECONDS = 60.0  # for encoding and writing one image
 MOST_LINE = 64 * 2**20  # bytes of a record with all its texts; a reader takes four times as many
 LONG_TEXT = 10_000  # characters of a text that is cut in a longer record
 KEPT_WHOLE = 32  # trajectories of a step or an evaluation whose tokens and images a run keeps
@@ -76,7 +76,8 @@ class TrajectoryLog:
         if missing:
             self._images.mkdir(exist_ok=True)
             pool = cpu_pool()
-            await asyncio.gather(*(pool.run(IMAGE_SECONDS, write_image, items[key], paths[key]) for key in missing))
+            # without a deadline: a shared file system may stand still for minutes, and a run waits for it with its other files, too
+            await asyncio.gather(*(pool.run(math.inf, write_image, items[key], paths[key]) for key in missing))
 
 
 def _line(record: dict[str, Any]) -> bytes:

@@ -172,11 +172,13 @@ class TrainingLoop:
                 if warning and not warned:
                     self.progress.say(warning)
                     warned = True
-                phase.advance(**await self.recorder.end_step(self.buffer.metrics() | metrics))
-                del batch  # its images are freed before the next batch is played
-                evaluated = not self.evaluator.is_due(step)
-                state.end_step(step, self.buffer.state(), self.recorder.log, evaluated=evaluated)
-                self.trainer.is_ahead = False
+                try:
+                    phase.advance(**await self.recorder.end_step(self.buffer.metrics() | metrics))
+                finally:  # a step that cannot be recorded, such as with a metric that is NaN, is trained, too
+                    del batch  # its images are freed before the next batch is played
+                    evaluated = not self.evaluator.is_due(step)
+                    state.end_step(step, self.buffer.state(), self.recorder.log, evaluated=evaluated)
+                    self.trainer.is_ahead = False
                 await self.evaluate_after(step)
                 is_last = step == config.train.steps or self.stop.early or self.recorder.is_idle()
                 if self.run.checkpoints.is_due(step, is_last):
