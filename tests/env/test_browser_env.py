@@ -7,7 +7,6 @@ import contextlib
 import io
 import socket
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -563,10 +562,10 @@ def test_a_task_names_no_page_outside_the_folder_of_its_env(tmp_path, page):
     assert spec.build(replace(a_task(), data={"page": "shop.html"})).url == (tmp_path / "shop.html").as_uri()
 
 
-def test_a_page_whose_name_has_megabytes_is_refused_at_once(tmp_path):
+def test_a_page_whose_name_has_megabytes_is_refused_at_once(tmp_path, monkeypatch):
     """Looking for links in one of 4 MB, of a task that a client sends, kept a thread for ten minutes."""
-    began = time.monotonic()
-    assert not _is_page_in(tmp_path, "../x/" * 2**17 + "a.html") and time.monotonic() - began < 1.0
+    monkeypatch.setattr("os.path.realpath", lambda *_, **__: pytest.fail("its links are looked for"))
+    assert not _is_page_in(tmp_path, "../x/" * 2**17 + "a.html")
 
 
 @pytest.mark.parametrize("name", ["../miniwob/click-test", "/etc/passwd", "../../../../etc/passwd"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -421,12 +420,13 @@ def test_urls_and_files_need_a_setting(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["/9j/", "iVBOR", "file:///9j/"])
-def test_base64_without_its_header_is_refused_at_once(prefix, tmp_path):
+def test_base64_without_its_header_is_refused_at_once(prefix, tmp_path, monkeypatch):
     """Its slashes were those of a path: for an image of 2 MB, a thread of all episodes looked for its links for a minute."""
-    for reader in (images(), images(images=(str(tmp_path),))):
-        began = time.monotonic()
+    readers = (images(), images(images=(str(tmp_path),)))
+    monkeypatch.setattr("os.path.realpath", lambda *_, **__: pytest.fail("its links are looked for"))
+    for reader in readers:
         error = error_of(show, prefix + "abcdefgh/" * 2**16, reader)
-        assert error.status == 400 and "embed the image" in error.message and time.monotonic() - began < 1.0
+        assert error.status == 400 and "embed the image" in error.message
 
 
 def test_links_in_circles_are_the_clients_mistake(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 
 import pytest
 from testing.run_folders import write_run_folder
@@ -65,11 +64,11 @@ def test_a_trajectory_whose_id_names_no_file_has_no_log(folder, trajectory_id):
     assert vlmrl.load_run(folder).log_path(trajectory_id) is None
 
 
-def test_a_trajectory_whose_id_is_a_path_of_megabytes_has_no_log(folder):
+def test_a_trajectory_whose_id_is_a_path_of_megabytes_has_no_log(folder, monkeypatch):
     """Looking for links in one of 4 MB, in somebody else's run, kept a thread of the page for ten minutes."""
-    began = time.monotonic()
-    assert vlmrl.load_run(folder).log_path("../x/" * 2**17) is None
-    assert time.monotonic() - began < 1.0
+    run = vlmrl.load_run(folder)
+    monkeypatch.setattr("os.path.realpath", lambda *_, **__: pytest.fail("its links are looked for"))
+    assert run.log_path("../x/" * 2**17) is None
 
 
 def test_a_trajectory_whose_id_is_a_path_shows_no_log_from_elsewhere(folder, tmp_path):
