@@ -116,6 +116,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (FULL, "No space left on device"),
         (RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 704 vs 598"), "its disk is full"),
         (PermissionError(errno.EACCES, "x", "elsewhere"), "Permission denied"),
+        (Exception("No space left on device (os error 28)"), "No space left on device"),  # of tokenizers
     ],
 )
 def test_a_full_disk_is_one_line_with_the_path_and_the_option(tmp_path, error, reason):

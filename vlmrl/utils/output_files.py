@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from safetensors import SafetensorError
-
 DISK_ERRORS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -45,7 +43,7 @@ def output_errors(path: Path, option: str = "output_dir") -> Iterator[None]:
         yield
     except OutputError:
         raise
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # tokenizers raises no kind of its own
         reason = _disk_reason(error)
         if reason is None:
             raise
@@ -219,5 +217,5 @@ def _disk_reason(error: Exception) -> str | None:
         return os.strerror(error.errno) if error.errno in DISK_ERRORS else None
     if "inline_container" in str(error):  # torch's writer, which does not pass the reason on
         return "its disk is full, or refuses to be written to"
-    number = re.search(r"os error (\d+)", str(error))  # safetensors
+    number = re.search(r"os error (\d+)", str(error))  # safetensors, tokenizers
     return os.strerror(int(number[1])) if number else None
