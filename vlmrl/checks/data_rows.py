@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vlmrl.data import PromptLength, TaskSource
-from vlmrl.data.row_images import MARK
+from vlmrl.data.row_problems import MARK
 from vlmrl.data.source import EMPTY, named_rows
 from vlmrl.multimodal.fetch import is_url
 from vlmrl.multimodal.images import ImageError, describe

@@ -19,17 +19,8 @@ from typing import TYPE_CHECKING, Any
 from vlmrl.config import Config, Conversations
 from vlmrl.config.code import local_data
 from vlmrl.data.mixture import TaskMixture
-from vlmrl.data.row_images import (
-    MARK,
-    OWN_SOURCE,
-    RowImages,
-    call_problem,
-    content_problem,
-    image_parts,
-    json_as_written,
-    unread_mark,
-    without_nulls,
-)
+from vlmrl.data.row_images import OWN_SOURCE, RowImages, image_parts, json_as_written, without_nulls
+from vlmrl.data.row_problems import MARK, call_problem, content_problem, unread_mark
 from vlmrl.data.source import Row, TaskSource, held_out, task_seed
 from vlmrl.multimodal.masks import REASONING, RowError
 from vlmrl.multimodal.messages import parts_of_message

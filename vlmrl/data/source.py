@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from vlmrl.config import Data
 from vlmrl.config.code import local_data, resolve_function
-from vlmrl.data.row_images import IMAGE_SUFFIXES, MARK, PLAIN_MARK, RowImages, image_parts, unread_mark
+from vlmrl.data.row_images import IMAGE_SUFFIXES, PLAIN_MARK, RowImages, image_parts
+from vlmrl.data.row_problems import MARK, unread_mark
 from vlmrl.types import Message, Task
 from vlmrl.utils.require import require
 from vlmrl.utils.users_line import describe_error
