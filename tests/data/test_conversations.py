@@ -319,6 +319,7 @@ def test_datasets_are_mixed_by_rows_and_epochs_and_rows_are_held_out(tmp_path):
     [
         ({}, {}, []),
         ({"weight": 1, "name": "Ann"}, {"images": [], "tools": None, "system": "Be kind."}, []),
+        ({}, {"responses": [], "functions": []}, []),
         ({"thought": "Hm.", "weight": 1}, {"id": 7}, ["not read: columns id; fields of messages thought"]),
         ({}, {"context": "Rome.", "prompt": "Hi", "video": None}, ["not read: columns context, prompt, video"]),
     ],
@@ -330,8 +331,9 @@ def test_what_is_not_read_is_named(tmp_path, message, columns, note, is_text):
     assert load(path)[0].parts["main"].warnings == note
 
 
-def test_a_bad_first_row_does_not_hide_the_columns_that_are_not_read(tmp_path):
-    path = written(tmp_path, [{"messages": "no list", "id": 1}, *[row("Hi", "Ho")] * 2])
+@pytest.mark.parametrize("cell", ["no list", "[" * 100_000])
+def test_a_bad_first_row_does_not_hide_the_columns_that_are_not_read(tmp_path, cell):
+    path = written(tmp_path, [{"messages": cell, "id": 1}, *[row("Hi", "Ho")] * 2])
     assert load(path)[0].parts["main"].warnings == ["not read: columns id"]
 
 

@@ -74,7 +74,10 @@ def test_marks_of_images_of_other_programs_are_a_bad_row(tmp_path, mark):
         ("<image>Compare <image 1> with a dog.", {"images": ["0.png"]}),
         ("Write HTML with an <img> tag.", {"images": ["0.png"]}),
         ("<image> and this", {"images": ["0.png", "1.png"]}),
+        ("Write HTML with an <IMG> tag.", {"images": ["0.png"]}),
         ("What does <image 1> mean? What is <|image_pad|>?", {}),
+        ("As JSON: <item><img>https://a.org/p.jpg</img></item>. What does <video>a.mp4</video> do?", {}),
+        ("<image>Write XML like <img>a.png</img>.", {"images": ["0.png"]}),
     ],
 )
 def test_texts_about_marks_are_no_bad_row(tmp_path, text, columns):
@@ -109,7 +112,9 @@ def test_a_response_that_ends_as_a_chat_template_does_is_a_bad_row(tmp_path, end
     refused(tmp_path, [ASK, said, ASK], r"a response ends with .* as text: remove it")
 
 
-@pytest.mark.parametrize("text", ["<|im_end|> ends a turn.", "It is <s>3</s>, I say", "", "<|box_end|>"])
+@pytest.mark.parametrize(
+    "text", ["<|im_end|> ends a turn.", "It is <s>3</s>, I say", "", "<|box_end|>", "<p>It is <s>3</s>"]
+)
 def test_a_response_about_such_tokens_is_no_bad_row(tmp_path, text):
     assert conversation(tmp_path, {"messages": [ASK, SAY | {"content": text}, ASK, SAY]}).prompt[1]["content"] == text
 
@@ -146,13 +151,20 @@ def test_a_function_call_of_openais_earlier_form_is_a_bad_row_in_a_prompt_alone(
 @pytest.mark.parametrize("name", ["output", "result", "response", "text"])
 def test_a_result_of_a_tool_under_another_name_is_a_bad_row(tmp_path, name):
     """The model read an empty result."""
-    answer = {"role": "tool", "tool_call_id": "c", name: "It is 3."}
-    refused(tmp_path, [ASK, CALL, answer, ASK], f"the role 'tool' has no 'content', only .*'{name}'")
+    for content in ({}, {"content": ""}):
+        answer = {"role": "tool", "tool_call_id": "c", name: "It is 3."} | content
+        refused(tmp_path, [ASK, CALL, answer, ASK], f"the role 'tool' has no 'content', only .*'{name}'")
+
+
+def test_a_function_call_beside_the_same_tool_calls_is_no_bad_row(tmp_path):
+    both = CALL | {"function_call": {"name": "f", "arguments": "{}"}}
+    assert len(conversation(tmp_path, {"messages": [ASK, both]}).prompt[1]["tool_calls"]) == 1
+    assert len(prompt(tmp_path, [ASK, both, {"role": "tool", "content": "1"}, ASK]).prompt) == 4
 
 
 def test_messages_with_other_fields_are_no_bad_row(tmp_path):
     """Of a table, each message has the fields of all; some agents keep what they know of a message in it."""
-    empty = {"functions": None, "function_calls": "", "tools": [], "observation": None}
+    empty = {"functions": "[]", "function_calls": "null", "tools": [], "observation": None}
     answer = {"role": "tool", "content": None, "tool_call_id": "c", "name": "f", "agent": "main"}
     messages = [each | empty for each in (ASK, CALL, answer, SAY)]
     assert len(conversation(tmp_path, {"messages": messages}).prompt) == 4
@@ -161,7 +173,7 @@ def test_messages_with_other_fields_are_no_bad_row(tmp_path):
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_parts_that_are_written_as_a_text_are_a_bad_row(tmp_path, role):
     """The model read, or was trained to write, the JSON."""
-    parts = json.dumps([{"type": "text", "text": "What?"}, {"type": "image", "image": "0.png"}])
+    parts = json.dumps([{"type": "text", "text": "What?"}, *[{"type": "image", "image": "0.png"}] * (role == "user")])
     messages = [ASK | {"content": parts}] if role == "user" else [ASK, SAY | {"content": parts}, ASK]
     refused(tmp_path, messages, f"the role '{role}' has the parts of its content written as a text")
 
@@ -172,6 +184,11 @@ def test_parts_that_are_written_as_a_text_are_a_bad_row(tmp_path, role):
 def test_a_text_in_json_that_is_no_list_of_parts_is_no_bad_row(tmp_path, text):
     row = {"messages": [ASK, SAY | {"content": text}, ASK | {"content": text}, SAY]}
     assert [message["content"] for message in conversation(tmp_path, row).prompt] == ["a", text, text, "b"]
+
+
+def test_a_response_may_be_an_answer_in_json(tmp_path):
+    text = json.dumps([{"type": "text", "text": "Title"}, {"type": "image", "path": "figure.png"}])
+    assert conversation(tmp_path, {"messages": [ASK, SAY | {"content": text}]}).prompt[1]["content"] == text
 
 
 def test_a_result_of_a_tool_may_be_the_json_of_parts(tmp_path):

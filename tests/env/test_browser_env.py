@@ -563,7 +563,7 @@ def test_a_task_names_no_page_outside_the_folder_of_its_env(tmp_path, page):
 
 
 def test_a_page_whose_name_has_megabytes_is_refused_at_once(tmp_path, monkeypatch):
-    """Looking for links in one of 4 MB, of a task that a client sends, kept a thread for ten minutes."""
+    """Looking for links in one of 650 KB, of a task that a client sends, kept a thread for 10 s."""
     monkeypatch.setattr("os.path.realpath", lambda *_, **__: pytest.fail("its links are looked for"))
     assert not _is_page_in(tmp_path, "../x/" * 2**17 + "a.html")
 

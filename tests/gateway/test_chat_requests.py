@@ -421,7 +421,7 @@ def test_urls_and_files_need_a_setting(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["/9j/", "iVBOR", "file:///9j/"])
 def test_base64_without_its_header_is_refused_at_once(prefix, tmp_path, monkeypatch):
-    """Its slashes were those of a path: for an image of 2 MB, a thread of all episodes looked for its links for a minute."""
+    """Its slashes were those of a path: for an image of 2 MB, a thread of all episodes looked for its links for 45 s."""
     readers = (images(), images(images=(str(tmp_path),)))
     monkeypatch.setattr("os.path.realpath", lambda *_, **__: pytest.fail("its links are looked for"))
     for reader in readers:

@@ -65,7 +65,7 @@ def test_a_trajectory_whose_id_names_no_file_has_no_log(folder, trajectory_id):
 
 
 def test_a_trajectory_whose_id_is_a_path_of_megabytes_has_no_log(folder, monkeypatch):
-    """Looking for links in one of 4 MB, in somebody else's run, kept a thread of the page for ten minutes."""
+    """Looking for links in one of 650 KB, in somebody else's run, kept a thread of the page for 10 s."""
     run = vlmrl.load_run(folder)
     monkeypatch.setattr("os.path.realpath", lambda *_, **__: pytest.fail("its links are looked for"))
     assert run.log_path("../x/" * 2**17) is None

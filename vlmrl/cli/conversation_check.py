@@ -37,7 +37,7 @@ def check_conversations(checker: CheckOutput, config: Config, show: int, rows: i
         checker.console.print()
         checker.say(name, f"{len(source)} conversations, {share:.0%} of the draws", style="bold magenta")
         for note in source.warnings:
-            checker.say("", note, "")
+            checker.say("note", note)
         for number in range(min(show, len(source))):
             _show(checker, source, number)
         _read(checker, source, rows)

@@ -40,7 +40,7 @@ COLUMNS = {
 """The columns that a field is looked for in, without `sft.data.NAME.columns`."""
 FIELDS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id", "function_call", "from", "value"}
 """The fields of a message that are read, beside those of :data:`~vlmrl.multimodal.masks.REASONING`."""
-SCHEMA = {"description", "parameters", "input_schema"}
+SCHEMA = {"parameters", "input_schema"}
 """What a tool's schema has, and a call has not."""
 ROLES = {
     "human": "user",
@@ -126,9 +126,9 @@ def _unread(rows: Rows, columns: Mapping[str, list[str]]) -> str:
     sources = columns["messages"] or ["prompt", "completion"]
     try:
         messages = [message for name in sources if (cell := rows.first(name)) for message in _parsed(cell)]
-    except (RowError, ValueError):  # a bad row, which is named when it is read
+    except (RowError, ValueError, RecursionError):  # a bad row, which is named when it is read
         messages = []
-    used = {"functions"}.union(sources, *columns.values())
+    used = {"functions", "responses"}.union(sources, *columns.values())
     found = {
         "columns": [name for name in rows.columns if name not in used],
         "fields of messages": list(

@@ -10,24 +10,29 @@ from vlmrl.multimodal.messages import parts_of_message
 from vlmrl.types import Message
 
 MARK = "<image>"
-OTHER_MARK = re.compile(rf"(?!{MARK}|<img>)(?i:<\|?(image|img)([ _-]?(\d+|pad|placeholder|here))?\|?>)")
+OTHER_MARK = re.compile(rf"(?!{MARK}|(?i:<img>))(?i:<\|?(image|img)([ _-]?(\d+|pad|placeholder|here))?\|?>)")
 """Marks of images of other programs, such as ``<image 1>``, ``<|image_1|>``, ``<|image_pad|>``, ``<ImageHere>``. ``<img>`` is HTML."""
-NAMED_FILE = re.compile(r"<(img|video|audio)>[^<>\n]{1,2000}\.\w{2,5}</\1>")
-"""A file that a text names, as in ``<img>a.png</img>`` of Qwen-VL and ms-swift."""
+NAMED_FILE = re.compile(r"^(?:\w+ \d+: ?)?<(img|video|audio)>[^<>\n]{1,2000}\.\w{2,5}</\1>", re.MULTILINE)
+"""A file that a text names, as in ``Picture 1: <img>a.png</img>`` of Qwen-VL and ms-swift. Within a line it may be XML."""
 UNREAD = {"video": ("<video>", MARK), "audio": ("<audio>",)}
 """What no model here reads: how the names of its columns begin, and its marks."""
 OTHER_ARGUMENTS = ("parameters", "args", "input", "kwargs")
 """Fields of a call in which others write its arguments."""
 BESIDE = ("image", "images", "image_url", "image_path", "video", "videos", "audio", "audios")
-"""Fields of a message beside its content that are not read: no chat template shows them."""
+"""Fields of a message beside its content with images, which are not read."""
 CALLS_BESIDE = ("tools", "functions", "function_calls", "function_call", "tool_call", "observation")
-"""Such fields with tools, calls and results: those of Olmo, GLM and OpenAI's earlier form."""
+"""Fields of a message beside its content with tools, calls and results: those of Olmo, GLM and OpenAI's earlier form."""
 RESULTS = ("output", "result", "results", "response", "observation", "text", "data")
 """Fields in which others write the result of a tool."""
-END = re.compile(r"(<\|(im_end|endoftext|eot_id|eom_id|end|return|end_of_text)\|>|</s>|<eos>|<end_of_turn>)\Z")
+END = re.compile(
+    r"(<\|(im_end|endoftext|eot|eot_id|eom_id|end|return|end_of_text)\|>|</s>|<eos>|<end_of_(turn|utterance)>)\Z"
+)
 """How a response ends that has the end of a chat template as text: a model would learn to write it as text."""
 PART_FIELDS = {"type", "text", "image", "image_url", "url", "path", "index", "thinking", "signature"}
 """What the parts of a content have."""
+TEXT_PARTS = ("text", "thinking")
+"""The kinds of parts of a response: one that lists images, too, may be an answer in JSON."""
+PARTS = (*TEXT_PARTS, "image", "image_url")
 
 
 def content_problem(message: Message) -> str:
@@ -42,18 +47,21 @@ def content_problem(message: Message) -> str:
     if images is not None and not _has_image(content):
         remedy = "put images into parts of the content, or into the row's column of images"
         return f"{whose} has {images!r} beside its content, which is not read: {remedy}"
-    calls = next((key for key in CALLS_BESIDE if _is_filled(message.get(key))), None)
-    if calls is not None and content is not None:
+    calls = next((key for key in CALLS_BESIDE if message.get(key) not in (None, "", "[]", "{}", "null", [], {})), None)
+    if calls is not None and content is not None and not message.get("tool_calls"):
         remedy = (
             "put calls into 'tool_calls', results into the content, and tools into the row's column of tools or the env"
         )
         return f"{whose} has {calls!r} beside its content, which is not read: {remedy}"
-    if role != "tool" and _is_parts_as_text(content):
+    if role != "tool" and _is_parts_as_text(content, TEXT_PARTS if role == "assistant" else PARTS):
         return f"{whose} has the parts of its content written as a text: write them as a list"
-    if role == "assistant" and (end := END.search(_last_text(content).rstrip()[-30:])):
-        return f"a response ends with {end[0]!r} as text: remove it, the chat template writes the end of a response"
-    is_empty_result = role == "tool" and not any(_is_filled(message.get(key)) for key in RESULTS)
-    if content is not None or message.get("tool_calls") or is_empty_result:
+    if role == "assistant" and (end := _written_end(content)):
+        return f"a response ends with {end!r} as text: remove it, the chat template writes the end of a response"
+    if role == "tool":
+        is_whole = bool(content) or not any(_is_filled(message.get(key)) for key in RESULTS)
+    else:
+        is_whole = content is not None or bool(message.get("tool_calls"))
+    if is_whole:
         return ""
     given = ", ".join(repr(key) for key, value in message.items() if value is not None)
     return f"{whose} has no 'content', only {given:.200}"
@@ -91,15 +99,14 @@ def unread_mark(messages: list[Message], row: dict[str, Any]) -> str:
     return ""
 
 
-def _is_parts_as_text(content: Any) -> bool:
-    """Whether a content is a text with a list of parts in JSON."""
+def _is_parts_as_text(content: Any, kinds: tuple[str, ...]) -> bool:
+    """Whether a content is a text with a list of parts of these ``kinds`` in JSON."""
     if not isinstance(content, str) or not re.match(r'\s*\[\s*\{\s*"', content):
         return False
     try:
         parts = json.loads(content)
     except (ValueError, RecursionError):
         return False
-    kinds = ("text", "image", "image_url", "thinking")
     return all(isinstance(part, dict) and part.get("type") in kinds and part.keys() <= PART_FIELDS for part in parts)
 
 
@@ -109,11 +116,12 @@ def other_mark(messages: list[Message]) -> str:
     return found[0] if found else ""
 
 
-def _last_text(content: Any) -> str:
-    """The text at the end of a content, or ``""``."""
+def _written_end(content: Any) -> str:
+    """The token of :data:`END` at the end of a content, or ``""``; ``</s>`` also ends what HTML's ``<s>`` strikes through."""
     last = content[-1] if isinstance(content, list) and content else content
     text = last.get("text") if isinstance(last, dict) else last
-    return text if isinstance(text, str) else ""
+    end = END.search(text.rstrip()[-30:]) if isinstance(text, str) else None
+    return end[0] if end and not (end[0] == "</s>" and "<s>" in str(text)) else ""
 
 
 def _has_image(content: Any) -> bool:

@@ -106,8 +106,9 @@ def _parsed(address: str) -> URL:
     """Raises ValueError for no valid address, and for one that takes long to parse."""
     if len(address) > MAX_URL:
         raise ValueError
-    place = re.sub("[\t\r\n]", "", address).partition("//")[2]  # URL leaves them out, too
-    if len(re.split("[/?#]", place, maxsplit=1)[0].rpartition("@")[2]) > MAX_HOST:
+    read = re.sub("^[\0- ]+|[\t\r\n]", "", address)  # as URL reads it
+    place = re.match("(?:[^/?#:]*:)?//([^/?#]*)", read)
+    if place and len(place[1].rpartition("@")[2]) > MAX_HOST:
         raise ValueError
     return URL(address)
 

@@ -94,8 +94,8 @@ class LoopState:
 
     def end_step(self, step: int, batches: dict[str, Any], log: RunLog | None, *, evaluated: bool) -> None:
         """Keep the state at the end of ``step``."""
-        self.step, self.evaluated, self.batches = step, evaluated, batches
-        self.log = {} if log is None else log.sizes()
+        sizes = {} if log is None else log.sizes()  # a disk that fails leaves the state of the step before
+        self.step, self.evaluated, self.batches, self.log = step, evaluated, batches, sizes
         self.random = random_state()
 
     def end_stage(self, log: RunLog) -> None:

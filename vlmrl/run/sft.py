@@ -156,11 +156,13 @@ async def _train(
                 except Exception as error:  # a stop, or rows that are gone: raised when the trained step is finished
                     failure = error
                 metrics |= {} if loss is None else {"sft/held_out_loss": loss}
-            if log is not None:
-                log.log(step, metrics)
-            phase.advance(loss=metrics.get("sft/loss"), held_out=loss)
-            state.end_step(step, source.state(), log, evaluated=failure is None)
-            trainer.is_ahead = False
+            try:
+                if log is not None:
+                    log.log(step, metrics)
+                phase.advance(loss=metrics.get("sft/loss"), held_out=loss)
+            finally:  # a step that cannot be recorded is trained, too
+                state.end_step(step, source.state(), log, evaluated=failure is None)
+                trainer.is_ahead = False
             if failure is not None:
                 raise failure
             if log is not None and run.checkpoints.is_due(step, step == source.steps):

@@ -55,7 +55,7 @@ class RetryableError(Exception):
 
 
 class UnreachableError(RetryableError):
-    """No connection was made, so that the request was not sent."""
+    """The server refuses connections, or has no address: the request was not sent."""
 
 
 class RefusedError(Exception):
@@ -172,12 +172,11 @@ async def send_request(
             received = await read_at_most(response, most)
     except BAD_ADDRESS as error:
         raise RefusedError(f"{url} is not an http address") from error
-    except aiohttp.ClientConnectorError as error:
-        raise UnreachableError(f"{type(error).__name__}: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
         if type(error) is TimeoutError:
             raise RetryableError(f"no whole response in {times.total:g} s") from error
-        raise RetryableError(f"{type(error).__name__}: {error}") from error
+        is_unsent = isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError)
+        raise (UnreachableError if is_unsent else RetryableError)(f"{type(error).__name__}: {error}") from error
     if received is None:
         raise RetryableError(f"the response has more than {most} bytes")
     return HttpResponse(response.status, received, response.headers)

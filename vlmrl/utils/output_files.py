@@ -218,4 +218,4 @@ def _disk_reason(error: Exception) -> str | None:
     if "inline_container" in str(error):  # torch's writer, which does not pass the reason on
         return "its disk is full, or refuses to be written to"
     number = re.search(r"os error (\d+)", str(error))  # safetensors, tokenizers
-    return os.strerror(int(number[1])) if number else None
+    return os.strerror(int(number[1])) if number and int(number[1]) in DISK_ERRORS else None

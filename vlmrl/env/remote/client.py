@@ -22,9 +22,8 @@ from vlmrl.utils.require import MOST_METRIC, moderate_number, require
 from vlmrl.utils.tokens import bearer_headers
 
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
-RESTART_SECONDS = (
-    20.0  # with each attempt to start a session: `rollout.max_env_retries_per_turn` and `max_refills` add others
-)
+RESTART_SECONDS = 20.0
+"""For which each attempt to start a session waits for its server; `max_env_retries_per_turn` and `max_refills` give others."""
 MAX_METRICS = 1000  # of one server in all: each name has a mean in every row of the run's metrics
 MAX_NAME = 200  # characters of a metric's name
 MAX_STATE = 10_000  # characters of a state's name
