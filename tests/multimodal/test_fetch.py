@@ -102,7 +102,7 @@ HAN = "".join(chr(0x4E00 + i * 7919 % 20000) for i in range(3000))
 
 
 @pytest.mark.parametrize(
-    "address", [f"http://{HAN}/", f"http://a@{HAN}.b:80?c", f"http://a/{'b' * 2**14}", f"http:/\t/{HAN}"]
+    "address", [f"http://{HAN}/", f"http://a@{HAN}.b:80?c", f"http://a/{'b' * 2**14}", f"http:/\t/{HAN}", f"\n //{HAN}"]
 )
 def test_an_address_that_takes_long_to_parse_is_refused(address: str, monkeypatch: pytest.MonkeyPatch):
     """A host of 10,000 letters held up the process's loop for all requests for half a minute, also those to the engine."""
@@ -115,6 +115,12 @@ def test_a_redirect_to_a_long_host_is_refused():
     moved = web.Response(status=302, headers={"Location": f"//{HAN[:1000]}/"})
     body, requests = fetched(moved, PNG)
     assert (str(body)[:13], requests) == ("RefusedError:", 1)
+
+
+def test_a_redirect_with_a_long_address_in_its_query_is_followed():
+    moved = web.Response(status=302, headers={"Location": f"/login?to=https://{'a' * 400}"})
+    body, requests = fetched(moved, PNG)
+    assert (type(body), requests) == (bytes, 2)
 
 
 def test_a_long_path_with_other_letters_is_no_long_host():

@@ -1,6 +1,7 @@
 """Supervised stages: they are logged, evaluated, checkpointed and resumed as training is, alone and before it."""
 
 import asyncio
+import errno
 import json
 import shutil
 import signal
@@ -93,6 +94,27 @@ def test_a_stage_whose_held_out_rows_are_gone_keeps_the_step_that_was_trained(co
     assert (saved.name, state["step"], state["evaluated"]) == ("sft000002", 2, False)
     run_training(config, resume=True)
     assert [row["step"] for row in logged(config) if "sft/loss" in row] == [1, 2, 3]
+    assert weights(config) == weights(replace(config, name="whole"))
+
+
+def test_a_step_that_cannot_be_recorded_is_saved(config, monkeypatch):
+    """It was trained: without a checkpoint, all steps since the last one were lost."""
+    log = RunLog.log
+
+    def refuse(self, step, metrics):
+        if step == 2 and "sft/loss" in metrics:
+            raise OSError(errno.EIO, "the disk stumbled")
+        log(self, step, metrics)
+
+    run_training(replace(config, name="whole"))
+    config = replace(config, checkpoint=Checkpoint(every=9))
+    with monkeypatch.context() as patched:
+        patched.setattr(RunLog, "log", refuse)
+        with pytest.raises(OSError, match="the disk stumbled"):
+            run_training(config)
+    (saved,) = config.folder.glob("checkpoints/*")
+    assert saved.name == "sft000002"
+    run_training(config, resume=True)
     assert weights(config) == weights(replace(config, name="whole"))
 
 

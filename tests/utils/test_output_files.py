@@ -127,7 +127,14 @@ def test_a_full_disk_is_one_line_with_the_path_and_the_option(tmp_path, error, r
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [ConnectionRefusedError(errno.ECONNREFUSED, "x"), RuntimeError("shapes differ")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(errno.ECONNREFUSED, "x"),
+        RuntimeError("shapes differ"),
+        ValueError("no file (os error 2)"),
+    ],
+)
 def test_other_errors_stay_what_they_are(tmp_path, error):
     with pytest.raises(type(error)) as raised, output_errors(tmp_path):
         raise error
