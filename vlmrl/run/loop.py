@@ -156,28 +156,26 @@ class TrainingLoop:
 
     async def train_steps(self) -> None:
         """Train on one batch a step. A stop interrupts rollouts, evaluations and scoring by servers, and no optimizer step."""
-        config, state, warned = self.run.config, self.state, False
+        config, state, buffer, warned = self.run.config, self.state, self.buffer, False
         self.recorder.judge_evaluations()
         if not state.evaluated:
             self.evaluator.overdue = True
             await self.evaluate_after(state.step)
         with self.progress.phase("train", config.train.steps, state.step) as phase:
             for step in range(state.step + 1, config.train.steps + 1):
-                batch = await self.stop.interruptible(self.recorder.play(step, self.buffer))
+                batch = await self.stop.interruptible(self.recorder.play(step, buffer))
                 if step == 1:
                     await self.stop.interruptible(self.check_first_batch(batch))
                 metrics = await update(self.run, self.trainer, batch.trajectories, step, self.evaluator, self.stop)
-                self.buffer.trained()
-                warning = small_step_warning(config, step, metrics["groups/trained"])
-                if warning and not warned:
+                del batch  # its images are freed before the next batch is played
+                buffer.trained()
+                if not warned and (warning := small_step_warning(config, step, metrics["groups/trained"])):
                     self.progress.say(warning)
                     warned = True
                 try:
-                    phase.advance(**await self.recorder.end_step(self.buffer.metrics() | metrics))
+                    phase.advance(**await self.recorder.end_step(buffer.metrics() | metrics))
                 finally:  # a step that cannot be recorded, such as with a metric that is NaN, is trained, too
-                    del batch  # its images are freed before the next batch is played
-                    evaluated = not self.evaluator.is_due(step)
-                    state.end_step(step, self.buffer.state(), self.recorder.log, evaluated=evaluated)
+                    state.end_step(step, buffer.state(), self.recorder.log, evaluated=not self.evaluator.is_due(step))
                     self.trainer.is_ahead = False
                 await self.evaluate_after(step)
                 is_last = step == config.train.steps or self.stop.early or self.recorder.is_idle()
