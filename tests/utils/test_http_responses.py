@@ -13,7 +13,7 @@ from aiohttp import StreamReader, web
 from testing.servers import answering, closed_port
 
 from vlmrl.utils import http
-from vlmrl.utils.http import HttpClient, RefusedError, RetryableError
+from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, UnreachableError
 
 pytestmark = pytest.mark.slow
 ANSWERS = {
@@ -92,9 +92,12 @@ def test_responses_are_sorted_into_retryable_and_refused(url: str, path: str, er
     assert str(raised.value).startswith(message)
 
 
-def test_no_connection_is_retryable_and_no_address_refused():
-    with closed_port() as port, pytest.raises(RetryableError, match="ClientConnectorError"):
+def test_no_connection_is_retryable_and_no_address_refused(url: str):
+    with closed_port() as port, pytest.raises(UnreachableError, match="ClientConnectorError"):
         HttpClient(600.0).post_json(f"http://127.0.0.1:{port}", {})
+    with pytest.raises(RetryableError, match="SSL") as raised:  # a server that restarts gets no other certificate
+        HttpClient(600.0).post_json(url.replace("http:", "https:"), {})
+    assert not isinstance(raised.value, UnreachableError)
     with pytest.raises(RefusedError, match="is not an http address"):
         HttpClient(600.0).post_json("file:///etc/passwd", {})
 
