@@ -81,8 +81,14 @@ async def test_a_loop_is_not_blocked_because_the_callers_own_stood_still(monkeyp
     loop = user_loop.UserLoop("test")
     first = loop.current()
     answered = threading.Event()
+
+    async def answer() -> None:
+        for _ in range(20):  # rounds of the loop: the answer to the check takes fewer
+            await asyncio.sleep(0)
+        answered.set()
+
     checking = asyncio.create_task(loop.replace_if_blocked())
-    asyncio.get_running_loop().call_soon(lambda: first.loop.call_soon_threadsafe(answered.set))
+    asyncio.get_running_loop().call_soon(lambda: asyncio.run_coroutine_threadsafe(answer(), first.loop))
     asyncio.get_running_loop().call_soon(answered.wait, 600)
     assert not await checking
     assert loop.current() is first
