@@ -208,11 +208,13 @@ def test_conversations_are_shown_with_their_masks_and_bad_ones_are_listed(qwen3_
     Image.new("RGB", (64, 32)).save(tmp_path / "a.png")
     talk = [("user", "<image>What?"), ("assistant", "red"), ("user", "and?"), ("assistant", "no")]
     messages = [{"role": role, "content": text} for role, text in talk]
-    rows = [{"messages": messages, "images": images} for images in (["a.png"], ["a.png"], ["none.png"], [])]
+    columns = [{"images": images, "id": 1} for images in (["a.png"], ["a.png"], ["none.png"], [])]
+    rows = [{"messages": messages} | each for each in columns]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     sft = SFT(data={"talks": Conversations(path=str(tmp_path / "rows.jsonl"))})
     output, passed = shown(qwen3_vl, sft=sft, env=None)
     assert not passed
+    assert "not read: columns id" in output
     assert "⟦image 1: 2 tokens⟧" in output and output.count("▶") == 2
     assert "▶red⟦<|im_end|>⟧◀" in output and "▶no⟦<|im_end|>⟧◀" in output
     assert "images: row 2 of" in output and "marks: row 3 of" in output

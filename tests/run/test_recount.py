@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -116,7 +115,7 @@ def logprobs_of(model: Any, processor: Any, request: Any, completion: Any, banne
     return logits.log_softmax(-1)[range(len(response)), response]
 
 
-def recounted(watch: Watch, step: dict[str, Any], old: Callable[[Any], torch.Tensor], by_turn: bool) -> dict[str, Any]:
+def recounted(watch: Watch, step: dict[str, Any], by_turn: bool) -> dict[str, Any]:
     """The gradient of an optimizer step: PPO's loss, a mean over all sampled tokens."""
     batch = next(each for each in watch.batches if step["ids"][0] in {trajectory.id for trajectory in each})
     given = advantages(batch, by_turn)
@@ -128,7 +127,7 @@ def recounted(watch: Watch, step: dict[str, Any], old: Callable[[Any], torch.Ten
     model.load_state_dict(step["weights"], strict=False)
     for name, turn, request, completion in rows:
         now = logprobs_of(model, processor, request, completion, policy.banned_ids)
-        ratio, advantage = (now - old(completion)).exp(), given[name, turn]
+        ratio, advantage = (now - torch.tensor(completion.logprobs)).exp(), given[name, turn]
         (-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum() / tokens).backward()
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
@@ -159,7 +158,7 @@ def test_gradients_are_those_of_plain_transformers(monkeypatch, tmp_path, family
     vlmrl.train(config)
     assert len(watch.steps) == (4 if groups == 1 else 2)
     for step in watch.steps:
-        wanted = recounted(watch, step, lambda completion: torch.tensor(completion.logprobs), credit == "turn")
+        wanted = recounted(watch, step, credit == "turn")
         size = float(torch.stack([each.norm() for each in wanted.values()]).norm())
         assert wanted.keys() == step["gradient"].keys()
         for name, gradient in step["gradient"].items():

@@ -18,13 +18,13 @@ UNREAD = {"video": ("<video>", MARK), "audio": ("<audio>",)}
 """What no model here reads: how the names of its columns begin, and its marks."""
 OTHER_ARGUMENTS = ("parameters", "args", "input", "kwargs")
 """Fields of a call in which others write its arguments."""
-BESIDE = ("image", "images", "image_url", "image_path", "video", "videos", "audio", "audios")
+IMAGES_BESIDE = ("image", "images", "image_url", "image_path", "video", "videos", "audio", "audios")
 """Fields of a message beside its content with images, which are not read."""
 CALLS_BESIDE = ("tools", "functions", "function_calls", "function_call", "tool_call", "observation")
 """Fields of a message beside its content with tools, calls and results: those of Olmo, GLM and OpenAI's earlier form."""
 RESULTS = ("output", "result", "results", "response", "observation", "text", "data")
 """Fields in which others write the result of a tool."""
-END = re.compile(
+TEMPLATE_END = re.compile(
     r"(<\|(im_end|endoftext|eot|eot_id|eom_id|end|return|end_of_text)\|>|</s>|<eos>|<end_of_(turn|utterance)>)\Z"
 )
 """How a response ends that has the end of a chat template as text: a model would learn to write it as text."""
@@ -43,7 +43,7 @@ def content_problem(message: Message) -> str:
     """
     role, content = message["role"], message.get("content")
     whose = f"a message of the role {role!r:.50}"
-    images = next((key for key in BESIDE if _is_filled(message.get(key))), None)
+    images = next((key for key in IMAGES_BESIDE if _is_filled(message.get(key))), None)
     if images is not None and not _has_image(content):
         remedy = "put images into parts of the content, or into the row's column of images"
         return f"{whose} has {images!r} beside its content, which is not read: {remedy}"
@@ -117,10 +117,10 @@ def other_mark(messages: list[Message]) -> str:
 
 
 def _written_end(content: Any) -> str:
-    """The token of :data:`END` at the end of a content, or ``""``; ``</s>`` also ends what HTML's ``<s>`` strikes through."""
+    """The token of :data:`TEMPLATE_END` at the end of a content, or ``""``; ``</s>`` also ends what HTML's ``<s>`` strikes through."""
     last = content[-1] if isinstance(content, list) and content else content
     text = last.get("text") if isinstance(last, dict) else last
-    end = END.search(text.rstrip()[-30:]) if isinstance(text, str) else None
+    end = TEMPLATE_END.search(text.rstrip()[-30:]) if isinstance(text, str) else None
     return end[0] if end and not (end[0] == "</s>" and "<s>" in str(text)) else ""
 
 

@@ -299,7 +299,7 @@ class ServerPool:
                 server.last_error = f"{type(error).__name__}: {error}"
                 if not isinstance(error, EXPECTED) and server.last_error != before:
                     log.warning("the server %s cannot serve, and is tried again", server.url, exc_info=error)
-                # the failure itself asks for the next check: one that refuses the weights would get them dozens of times a second
+                # a failed transfer asks for the next check at once: without a pause it would be repeated dozens of times a second
                 await asyncio.sleep(min(1.0, self.limits.health_every))
 
     async def _check(self, server: Server, broken: bool) -> None:

@@ -23,7 +23,7 @@ from vlmrl.utils.tokens import bearer_headers
 
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
 RESTART_SECONDS = 20.0
-"""For which each attempt to start a session waits for its server; `max_env_retries_per_turn` and `max_refills` give others."""
+"""How long an attempt to start a session waits for its server. The retries and refills of `rollout` are attempts of their own."""
 MAX_METRICS = 1000  # of one server in all: each name has a mean in every row of the run's metrics
 MAX_NAME = 200  # characters of a metric's name
 MAX_STATE = 10_000  # characters of a state's name
