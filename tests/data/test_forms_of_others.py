@@ -97,7 +97,8 @@ def test_numbered_marks_beside_parts_of_images_are_no_bad_row(tmp_path):
 @pytest.mark.parametrize("tag", ["<img>0.png</img>", "<img>https://a.org/x.jpeg</img>", "<video>a.mp4</video>"])
 def test_files_that_are_named_in_a_text_are_a_bad_row(tmp_path, tag):
     """As of Qwen-VL and ms-swift: the model read the path, and was trained without the image, unsaid."""
-    refused(tmp_path, [ASK | {"content": f"Picture 1: {tag}\nWhat?"}], "names a file in <(img|video)>", "marks")
+    for text in (f"Picture 1: {tag}\nWhat?", f"What?\n{tag}"):
+        refused(tmp_path, [ASK | {"content": text}], "names a file in <(img|video)>", "marks")
 
 
 # Texts of responses

@@ -38,7 +38,7 @@ MAX_REDIRECTS = 10
 MAX_URL = 2**14
 """Characters of an address. yarl keeps the latest ones."""
 MAX_HOST = 300
-"""Characters of a host and its port. Encoding one with 10,000 other letters than ASCII's takes half a minute."""
+"""Characters of a host with its user and port. Encoding one with 10,000 other letters than ASCII's takes half a minute."""
 REDIRECTS = (301, 302, 303, 307, 308)
 ANY_PUBLIC = "*"
 NOT_PUBLIC = "is not a public address of the internet"
@@ -108,7 +108,7 @@ def _parsed(address: str) -> URL:
         raise ValueError
     read = re.sub("^[\0- ]+|[\t\r\n]", "", address)  # as URL reads it
     place = re.match("(?:[^/?#:]*:)?//([^/?#]*)", read)
-    if place and len(place[1].rpartition("@")[2]) > MAX_HOST:
+    if place and len(place[1]) > MAX_HOST:
         raise ValueError
     return URL(address)
 
