@@ -141,7 +141,7 @@ def test_messages_and_tools_of_many_values_are_refused():
 
 
 def test_the_names_of_values_in_errors_take_no_memory():
-    """A key of 30 MB, which all names of the 400,000 values within had, kept other clients waiting for 45 s; deep keys took gigabytes."""
+    """A key of 30 MB, which the names of all 400,000 values within had, held up other clients for 45 s; deep keys took gigabytes."""
     value = {"k" * 10_000: 0}
     for _ in range(200):
         value = {"k" * 10_000: value}
