@@ -10,6 +10,7 @@ import uuid
 
 import pytest
 
+from vlmrl.utils import marked_processes
 from vlmrl.utils.marked_processes import MARK, kill_marked
 
 TRIES, SECONDS = 50, 60.0
@@ -31,6 +32,14 @@ def test_a_process_that_replaces_its_program_is_killed(padding):
     """A look may meet a process at a moment when its environment cannot be read."""
     for _ in range(TRIES):
         _check_killed(REPLACED, padding)
+
+
+@pytest.mark.slow
+def test_a_machine_that_stands_still_for_the_whole_time_limit(monkeypatch):
+    """One look may not find the process, and the time is over afterwards."""
+    monkeypatch.setattr(marked_processes, "KILL_SECONDS", 0.0)
+    for _ in range(TRIES):
+        _check_killed(REPLACED, 0)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 MARK = "VLMRL_PROCESS_MARK"
 KILL_SECONDS = 5.0  # a process that waits for a disk or a file server does not end before that
+LOOKS = 100  # at least, on a machine that stands still for seconds
 ENVIRONMENT = slice(47, 49)  # the fields of /proc/PID/stat from its state on that say where it begins and ends
 
 
@@ -21,10 +23,11 @@ def kill_marked(mark: str) -> None:
     Does nothing where there is no /proc.
     """
     entry, until, known = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS, set[int]()
-    while time.monotonic() < until:
+    for look in itertools.count(1):
         looks = {int(path.name): _is_marked(path, entry) for path in Path("/proc").glob("[0-9]*")}
         kill_processes(pid for pid, marked in looks.items() if marked)
-        if all(marked is False for marked in looks.values()) and looks.keys() <= known:
+        none_left = looks.keys() <= known and all(marked is False for marked in looks.values())
+        if none_left or (look >= LOOKS and time.monotonic() >= until):
             return
         known |= looks.keys()
         time.sleep(0.001)
