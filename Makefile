@@ -17,7 +17,7 @@ LINK_CUDA = for home in $(1)/lib/python3*/site-packages/nvidia/cu13; do if [ -x 
 # The trainer's NCCL: vLLM's torch brings an older one, and NCCL connects equal versions only.
 TRAINERS_NCCL = $$($(BIN)/python -m pip list --format=freeze 2>/dev/null | grep ^nvidia-nccl-)
 
-.PHONY: site drill install quickstart test test-fast test-sglang test-vllm lint bench gpu-acceptance clean
+.PHONY: site drill install quickstart test test-fast test-sglang test-vllm test-servers lint bench gpu-acceptance clean
 
 install: $(STAMP)
 
@@ -67,6 +67,10 @@ $(VLLM_STAMP): pyproject.toml
 
 test-vllm: $(VLLM_STAMP)
 	PYTHONPATH=tests/vllm/shim OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm --durations 10
+
+# Both, and SGLang's environment is made while vLLM is tested. The servers themselves need too much memory to run beside each other.
+test-servers: $(VLLM_STAMP)
+	$(MAKE) --keep-going --jobs 2 test-vllm $(SGLANG_STAMP); vllm=$$?; $(MAKE) test-sglang && exit $$vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
