@@ -92,6 +92,24 @@ def test_an_interrupt_keeps_what_was_trained(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_interrupt_ends_it_in_a_coroutine_too(tmp_path):
+    """asyncio's own handler only cancels the task, which waits for no other."""
+
+    async def cell():
+        handler = signal.getsignal(signal.SIGINT)
+        result = vlmrl.train(config(tmp_path, steps=30), on_step=interrupt)
+        assert signal.getsignal(signal.SIGINT) is handler
+        return result
+
+    def interrupt(row):
+        if row["step"] == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    result = asyncio.run(cell())
+    assert result.interrupted and 2 <= result.metrics[-1]["step"] < 30
+
+
+@pytest.mark.slow
 def test_an_error_of_a_callback_is_raised(tmp_path):
     def broken(row):
         raise LookupError("no such metric")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,35 @@ def train_config(
     resolved = resolve_config(config)
     training = thread.submit(lambda: run_training(resolved, resume=resume, stop=stop, on_row=on_row))
     try:
-        while True:
-            try:
-                run = training.result()
-                break
-            except KeyboardInterrupt:
-                if stop.number is not None:
-                    raise
-                stop.request(signal.SIGINT)
-                with suppress(OSError):
-                    print(
-                        "stopping: the last finished step is saved first; interrupt again to stop waiting", flush=True
-                    )
+        with _raised_interrupts():
+            while True:
+                try:
+                    run = training.result()
+                    break
+                except KeyboardInterrupt:
+                    if stop.number is not None:
+                        raise
+                    stop.request(signal.SIGINT)
+                    with suppress(OSError):
+                        print(
+                            "stopping: the last finished step is saved first; interrupt again to stop waiting",
+                            flush=True,
+                        )
     finally:
         thread.close()
     model = None if run is None or run.model.is_on_meta else run.model
     return TrainResult(resolved.folder, model, stop.number is not None)
+
+
+@contextmanager
+def _raised_interrupts() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, also in a coroutine: asyncio's and Jupyter's handlers only cancel its task."""
+    earlier = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or earlier in (None, signal.SIG_IGN):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
