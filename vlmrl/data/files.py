@@ -15,6 +15,7 @@ from typing import Any
 import datasets as hf
 
 from vlmrl.config.code import local_data, places
+from vlmrl.data.archives import refuse_links
 from vlmrl.data.row_images import IMAGE_SUFFIXES, json_as_written
 from vlmrl.data.text_rows import JSON, load_texts, reader_errors
 from vlmrl.utils.json_files import read_object
@@ -132,6 +133,7 @@ def load_rows(path: str, split: str) -> Rows:
     Raises:
         ValueError: the data does not exist, cannot be read, or has no rows; the message names the file and, if known, the line.
     """
+    refuse_links()
     local = local_data(path)
     try:
         dataset = _load_local(local, split) if local else _load_hub(path, split)
