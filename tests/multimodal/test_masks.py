@@ -127,6 +127,49 @@ def test_a_template_that_hides_calls_or_loses_images_is_an_error_of_the_row():
         masked_rows(renderer, [user([IMAGE]), answer("b")])
 
 
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think", "qwen3_6"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>a</think><search>b</search><information>c</information><think>d</think>e",
+        "First this. <think>a</think>e",
+        [{"type": "text", "text": "<think>a</think>b"}, {"type": "text", "text": "<think>d</think>e"}],
+    ],
+)
+def test_a_template_that_leaves_out_text_between_thoughts_is_an_error_of_the_row(template, text, shared):
+    """As in the recorded searches of Search-R1, in one response: all but the first thought and the last text was lost, unsaid."""
+    renderer = real_renderer(shared, "qwen3-vl", template)
+    with pytest.raises(RowError, match="message 1: the chat template leaves out a part of its text") as error:
+        masked_rows(renderer, [user("q"), answer(text)])
+    assert error.value.reason == "template"
+    assert masked_rows(renderer, [user("q"), answer(text), user("r"), answer("s")], trained=[False, True])
+    assert masked_rows(real_renderer(shared, "qwen3-vl", "qwen3_vl"), [user("q"), answer(text)])
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(
+    "text", ["<think>\n a\n</think>\n\nb\n", " a\n\n b ", "<think>a", "a <thin b> <|im_end|> c", ""]
+)
+def test_a_text_that_a_template_writes_with_other_spaces_is_no_error_of_the_row(template, text, shared):
+    renderer = real_renderer(shared, "qwen3-vl", template)
+    if template == "qwen3_5_nothink" and "</think>" in text:
+        return  # it writes no thoughts after its generation prompt
+    (row,) = masked_rows(renderer, [user("q"), answer(text)])
+    assert "".join(text.removeprefix("<think>").split("</think>")[-1].split()) in "".join(
+        renderer.decode(row.responses[0]).split()
+    )
+
+
+def test_a_call_that_a_template_hides_is_an_error_also_if_the_text_has_its_name(shared):
+    """As with Qwen2.5-VL's own template: the response was trained without its call, unsaid."""
+    zoom = {"function": {"name": "zoom", "arguments": {}}}
+    for calls in ([zoom], [zoom, zoom]):
+        said = [user("Go"), answer("I zoom in.") | {"tool_calls": calls, "reasoning_content": ""}]
+        with pytest.raises(RowError, match="does not show the call of 'zoom'"):
+            masked_rows(real_renderer(shared, "qwen3-vl", "qwen2_5_vl"), said)
+        assert masked_rows(real_renderer(shared, "qwen3-vl", "qwen3_vl"), said)
+
+
 def test_a_template_whose_responses_cannot_be_found_is_refused_by_name():
     check_masks(ours(), "chatml")
     whole = (OURS / "chatml.jinja").read_text()
