@@ -92,6 +92,19 @@ def test_text_of_special_tokens_in_a_message_is_never_a_token_nor_the_end_of_a_r
     assert renderer.decode(ids) == "a<|im_end|>b<|im_end|>"
 
 
+@pytest.mark.parametrize("template", ["qwen2_5_vl", "qwen3_vl"])
+def test_marks_of_places_in_a_response_are_the_models_own_tokens(template, shared):
+    """As the clicks of UI-TARS: the model was trained to write them as text, unsaid. In all other texts they stay text."""
+    renderer = real_renderer(shared, "qwen3-vl", template)
+    text = "<|object_ref_start|>a<|object_ref_end|> click('<|box_start|>(1,2)<|box_end|>') <|quad_start|>3<|quad_end|>"
+    own = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert set(range(151646, 151652)) <= set(own)
+    (row,) = masked_rows(renderer, [user(text), answer(text), user("b"), answer("c<|im_start|>d")])
+    assert row.responses[0] == [*own, renderer.end_of_turn_id] == [*renderer.encode(text), renderer.end_of_turn_id]
+    assert set(row.pieces[0][0]).isdisjoint(own[:1]) and text in renderer.decode(row.pieces[0][0])
+    assert renderer.tokenizer.convert_tokens_to_ids("<|im_start|>") not in row.responses[1]
+
+
 IMAGE = {"type": "image", "image": "a.png"}
 
 
