@@ -165,6 +165,16 @@ def test_function_call_messages_are_tool_calls(tmp_path):
     ]
 
 
+def test_a_function_call_message_keeps_its_weight_and_its_reasoning(tmp_path):
+    """It was trained although its weight was 0, and without its reasoning, unsaid."""
+    talk = [("human", "a"), ("function_call", json.dumps(CALL)), ("observation", "b"), ("gpt", "c")]
+    messages = [{"from": role, "value": text} for role, text in talk]
+    messages[1] |= {"weight": 0, "reasoning_content": "why"}
+    task = load(written(tmp_path, [{"conversations": messages}]))[0][0]
+    assert task.data["trained"] == [False, True]
+    assert task.prompt[1]["reasoning_content"] == "why" and task.prompt[1]["content"] == ""
+
+
 def test_turns_and_weights_choose_the_responses_and_sampled_ids_are_kept_by_response(tmp_path):
     messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
     row = {"messages": messages, "responses": [{"message": 3, "token_ids": [5, 6], "logprobs": [-0.1, -0.2]}]}

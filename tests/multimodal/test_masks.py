@@ -92,6 +92,19 @@ def test_text_of_special_tokens_in_a_message_is_never_a_token_nor_the_end_of_a_r
     assert renderer.decode(ids) == "a<|im_end|>b<|im_end|>"
 
 
+@pytest.mark.parametrize("template", ["qwen2_5_vl", "qwen3_vl"])
+def test_marks_of_places_in_a_response_are_the_models_own_tokens(template, shared):
+    """As the clicks of UI-TARS: the model was trained to write them as text, unsaid. In all other texts they stay text."""
+    renderer = real_renderer(shared, "qwen3-vl", template)
+    text = "<|object_ref_start|>a<|object_ref_end|> click('<|box_start|>(1,2)<|box_end|>') <|quad_start|>3<|quad_end|>"
+    own = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert set(range(151646, 151652)) <= set(own)
+    (row,) = masked_rows(renderer, [user(text), answer(text), user("b"), answer("c<|im_start|>d")])
+    assert row.responses[0] == [*own, renderer.end_of_turn_id] == [*renderer.encode(text), renderer.end_of_turn_id]
+    assert set(row.pieces[0][0]).isdisjoint(own[:1]) and text in renderer.decode(row.pieces[0][0])
+    assert renderer.tokenizer.convert_tokens_to_ids("<|im_start|>") not in row.responses[1]
+
+
 IMAGE = {"type": "image", "image": "a.png"}
 
 
@@ -125,6 +138,49 @@ def test_a_template_that_hides_calls_or_loses_images_is_an_error_of_the_row():
     assert masked_rows(renderer, [*reasoned, user("c"), answer("d")], trained=[False, True])
     with pytest.raises(RowError, match="hold 1 images, but the chat template shows 0"):
         masked_rows(renderer, [user([IMAGE]), answer("b")])
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think", "qwen3_6"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>a</think><search>b</search><information>c</information><think>d</think>e",
+        "First this. <think>a</think>e",
+        [{"type": "text", "text": "<think>a</think>b"}, {"type": "text", "text": "<think>d</think>e"}],
+    ],
+)
+def test_a_template_that_leaves_out_text_between_thoughts_is_an_error_of_the_row(template, text, shared):
+    """As in the recorded searches of Search-R1, in one response: all but the first thought and the last text was lost, unsaid."""
+    renderer = real_renderer(shared, "qwen3-vl", template)
+    with pytest.raises(RowError, match="message 1: the chat template leaves out a part of its text") as error:
+        masked_rows(renderer, [user("q"), answer(text)])
+    assert error.value.reason == "template"
+    assert masked_rows(renderer, [user("q"), answer(text), user("r"), answer("s")], trained=[False, True])
+    assert masked_rows(real_renderer(shared, "qwen3-vl", "qwen3_vl"), [user("q"), answer(text)])
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(
+    "text", ["<think>\n a\n</think>\n\nb\n", " a\n\n b ", "<think>a", "a <thin b> <|im_end|> c", ""]
+)
+def test_a_text_that_a_template_writes_with_other_spaces_is_no_error_of_the_row(template, text, shared):
+    renderer = real_renderer(shared, "qwen3-vl", template)
+    if template == "qwen3_5_nothink" and "</think>" in text:
+        return  # it writes no thoughts after its generation prompt
+    (row,) = masked_rows(renderer, [user("q"), answer(text)])
+    assert "".join(text.removeprefix("<think>").split("</think>")[-1].split()) in "".join(
+        renderer.decode(row.responses[0]).split()
+    )
+
+
+def test_a_call_that_a_template_hides_is_an_error_also_if_the_text_has_its_name(shared):
+    """As with Qwen2.5-VL's own template: the response was trained without its call, unsaid."""
+    zoom = {"function": {"name": "zoom", "arguments": {}}}
+    for calls in ([zoom], [zoom, zoom]):
+        said = [user("Go"), answer("I zoom in.") | {"tool_calls": calls, "reasoning_content": ""}]
+        with pytest.raises(RowError, match="does not show the call of 'zoom'"):
+            masked_rows(real_renderer(shared, "qwen3-vl", "qwen2_5_vl"), said)
+        assert masked_rows(real_renderer(shared, "qwen3-vl", "qwen3_vl"), said)
 
 
 def test_a_template_whose_responses_cannot_be_found_is_refused_by_name():

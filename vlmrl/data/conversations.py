@@ -220,7 +220,8 @@ def _message(given: dict[str, Any]) -> Message:
         [message.pop("function_call")] if message.get("function_call") else []
     )
     if role == "function_call":
-        message = {"role": "assistant", "content": ""}
+        kept = {key: message[key] for key in ("weight", *REASONING) if key in message}
+        message = {"role": "assistant", "content": "", **kept}
         calls = json_as_written(given["value"]) if "value" in given else [given]
     calls = json_as_written(calls) if isinstance(calls, str) else calls
     if calls:

@@ -9,12 +9,13 @@ new row begins with the changed text.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlmrl.multimodal.messages import images_of
+from vlmrl.multimodal.messages import images_of, parts_of_message
 from vlmrl.multimodal.renderer import BASE, Renderer
 from vlmrl.types import ImageSource, Message
 
@@ -82,7 +83,7 @@ def masked_rows(
             rows.append(MaskedRow([], []))
         is_trained = not trained or trained[number]
         if is_trained:
-            _check_reasoning(clean[place], place, response)
+            _check_shown(clean[place], place, response)
         ids = renderer.encode_written(response)
         rows[-1].pieces += [(renderer.encode_written(prompt[len(known) :]), False), (ids, is_trained)]
         known = prompt + response
@@ -127,8 +128,9 @@ def _response(
             f"message {place}: the chat template does not write the response after its generation prompt, but "
             f"{whole[start : start + 40]!r} where the prompt has {prompt[start : start + 40]!r}.",
         )
-    for call in clean[place].get("tool_calls") or []:
-        if (name := (call.get("function") or call).get("name") or "") not in whole[len(prompt) :]:
+    calls = [(call.get("function") or call).get("name") or "" for call in clean[place].get("tool_calls") or []]
+    for name in dict.fromkeys(calls):  # the text may have it, too
+        if whole.count(name, len(prompt)) < _text_of(clean[place]).count(name) + calls.count(name):
             raise RowError("template", f"message {place}: the chat template does not show the call of {name!r}.")
     end = whole.rfind(renderer.end_of_turn, len(prompt))
     if end >= 0:
@@ -141,12 +143,26 @@ def _response(
     return whole[len(prompt) :] + renderer.decode(first)
 
 
-def _check_reasoning(message: Message, place: int, response: str) -> None:
-    """Raises RowError if the ``response`` lacks the message's reasoning, of the first field that is set."""
+def _check_shown(message: Message, place: int, response: str) -> None:
+    """Raises RowError if the ``response`` lacks a part of the message's text, or its reasoning, of the first field that is set."""
     name = next((name for name in REASONING if message.get(name)), None)
     if name is not None and str(message[name]).strip() not in response:
         where = f"message {place}: the chat template does not show its {name}"
         raise RowError("template", f"{where}: put it into the content as text, or remove it.")
+    if _unspaced(_text_of(message)) not in _unspaced(response):
+        where = f"message {place}: the chat template leaves out a part of its text, such as what is before or between thoughts"
+        raise RowError(
+            "template", f"{where}: begin it with <think>, once, or set model.chat_template to one that writes it whole."
+        )
+
+
+def _text_of(message: Message) -> str:
+    return "".join(str(part.get("text", "")) for part in parts_of_message(message))
+
+
+def _unspaced(text: str) -> str:
+    """The text without spaces and marks of thoughts, which templates write in their own way."""
+    return "".join(re.sub("</?think>", "", text).split())
 
 
 def _written(renderer: Renderer, clean: list[Message], schemas: list[dict[str, Any]] | None, *, generate: bool) -> str:

@@ -5,8 +5,8 @@ the chat template writes after a fixed base conversation, cut after the base's l
 templates put after ``<|im_end|>`` is its first token. `rollout/history.py` decides where each is used.
 
 Text from datasets, users, tools and retrievers is data: an added token of the tokenizer that is written in it, such as ``<|im_end|>``
-or ``<tool_call>``, is encoded as plain text. What the template writes is encoded as tokens, and so are ``<tool_call>`` and ``<think>``
-in the assistant's own messages.
+or ``<tool_call>``, is encoded as plain text. What the template writes is encoded as tokens, and so are ``<tool_call>``, ``<think>``
+and ``<|box_start|>`` in the assistant's own messages.
 
 Rendered ids hold one placeholder per image, as engines expect them; `placeholders.py` converts them to the form that models are
 trained on.
@@ -409,7 +409,7 @@ class Renderer:
         return self._tokens.escape_tools(tools)
 
     def _clean_content(self, message: Message, images: list[ImageSource]) -> str | list[dict[str, Any]]:
-        # The model may write <think> and <tool_call>, but a template's special tokens are never text that it meant.
+        # The model may write <think>, <tool_call> and <|box_start|>, but a template's special tokens are never text that it meant.
         tokens = self._tokens.special if message.get("role") == "assistant" else None
         parts: list[dict[str, Any]] = []
         for (kind, is_ours), run in groupby(parts_of_message(message), kind_of_part):
