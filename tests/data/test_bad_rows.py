@@ -295,7 +295,7 @@ def test_a_slow_draw_that_fits_is_not_mistaken_for_an_epoch_that_does_not():
     measured, release = [], asyncio.Event()
 
     class Slow(PromptLength):
-        def local(self, task: Task) -> tuple[int, list[Any]]:
+        def local(self, task: Task, limit: int | None = None) -> tuple[int, list[Any]]:
             measured.append(task.id)
             fits = task.prompt[0]["content"] == "0"
             return 1 if fits else 9, ["http://there"] if fits else []

@@ -172,7 +172,7 @@ class Number(PromptLength):
     def __init__(self) -> None:
         super().__init__(renderer(), None, lambda task: [])
 
-    def local(self, task: Task) -> tuple[int, list[Any]]:
+    def local(self, task: Task, limit: int | None = None) -> tuple[int, list[Any]]:
         return int(task.prompt[0]["content"]), []
 
 
@@ -185,6 +185,17 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted():
     resumed.restore(stream.state())
     assert prompts(take(resumed, 3)) == ["2", "3", "0"]
     assert resumed.too_long == 12
+
+
+def test_a_prompt_that_is_far_too_long_is_passed_over_without_being_encoded(monkeypatch):
+    """It would take 240 times its size in memory."""
+    source, reader, encoded = numbered(2, seed=None, max_prompt_tokens=100), renderer(), [0]
+    encode, tasks = reader.encode_written, [Task("long", [{"role": "user", "content": "a" * 100_000}]), source[0]]
+    monkeypatch.setattr(reader, "encode_written", lambda text: encoded.append(len(text)) or encode(text))
+    monkeypatch.setattr(TaskSource, "draw", lambda source, number: tasks[number])
+    stream = TaskStream(source, PromptLength(reader, None, lambda task: []))
+    assert prompts(take(stream, 1)) == ["0"] and stream.too_long == 1
+    assert max(encoded) < 2000
 
 
 def test_each_part_of_a_mixture_has_its_own_limit():

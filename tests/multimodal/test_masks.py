@@ -193,3 +193,26 @@ def test_a_template_whose_responses_cannot_be_found_is_refused_by_name():
         ValueError, match=r"the chat template mine cannot be fine-tuned with: .* after its generation prompt"
     ):
         check_masks(ours(thinks), "mine")
+
+
+def test_a_row_that_is_far_too_long_is_refused_without_being_encoded(monkeypatch):
+    """It would take 240 times its size in memory, in each of the threads that read a batch."""
+    renderer, encoded = ours(), [0]
+    encode = renderer.encode_written
+    monkeypatch.setattr(renderer, "encode_written", lambda text: encoded.append(len(text)) or encode(text))
+    with pytest.raises(RowError, match=r"rollout.max_tokens is 100\.") as error:
+        masked_rows(renderer, [user("a" * 100_000), answer("b")], max_tokens=100)
+    assert error.value.reason == "too_long" and max(encoded) < 2000
+
+
+def test_an_earlier_response_that_no_row_shows_makes_none_too_long(shared):
+    """The template drops its thoughts, of 20,000 tokens, before the response that is trained."""
+    renderer = real_renderer(shared, "qwen3-vl", "qwen3", None)
+    talk = [
+        user("Go"),
+        {"role": "assistant", "content": "x", "reasoning_content": "think " * 20_000},
+        user("On"),
+        answer("y"),
+    ]
+    (row,) = masked_rows(renderer, talk, trained=[False, True], max_tokens=200)
+    assert list(row.responses) == [1] and sum(len(ids) for ids, _ in row.pieces) < 200

@@ -1,5 +1,6 @@
 """Each advisory fires where it should, and is silent where it should not."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -327,6 +328,14 @@ UNLEARNED = [CALLS | {"env/tool_errors": 0.27}, *[CALLS | ERRORS | {"reward/mean
 def test_a_message_names_what_was_seen(seen, message):
     [found] = advisories(seen)
     assert found.message.startswith(message)
+
+
+def test_an_observation_is_searched_for_lost_images_in_linear_time():
+    """What a tool answers may begin such a text 10,000 times in a line, and end none: the run's event loop searches it."""
+    begun = record(tokens=(5, 5), observation="[This image cannot be shown: " * 10_000 + "\n")
+    began = time.thread_time()
+    assert advisories(Observed(CONFIG, rows(), [begun])) == []
+    assert time.thread_time() - began < 5  # milliseconds; it was 20 s
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vlmrl.data.mixture import Tasks
 from vlmrl.multimodal.fetch import is_url
-from vlmrl.multimodal.renderer import Renderer
+from vlmrl.multimodal.renderer import Renderer, TooLongError
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import ImageSource, MediaItem, Task
 from vlmrl.utils.work_pool import DeadlineError, WorkPool
@@ -45,9 +45,15 @@ class PromptLength:
         length, urls = self.local(task)
         return length + sum(self._measured(url) for url in urls)
 
-    def local(self, task: Task) -> tuple[int, list[ImageSource]]:
-        """The tokens of the text and of local images, each URL counted as one token; and the URLs."""
-        rendered = self.renderer.prompt(task.prompt, self.tools(task))
+    def local(self, task: Task, limit: int | None = None) -> tuple[int, list[ImageSource]]:
+        """The tokens of the text and of local images, each URL counted as one token; and the URLs.
+
+        Of a text that certainly has more than ``limit`` tokens, which is not encoded whole, a lower bound, and no URLs.
+        """
+        try:
+            rendered = self.renderer.prompt(task.prompt, self.tools(task), limit=limit)
+        except TooLongError as error:
+            return error.least, []
         urls = [image for image in rendered.images if is_url(image)]
         local = sum(self._measured(image) for image in rendered.images if not is_url(image))
         return len(rendered.token_ids) + local, urls
@@ -129,7 +135,7 @@ class TaskStream:
             task = await self._in_thread(self.at, number)
             where, limit = f"task {task.id}: ", self.tasks.limit_of(task)
             if limit is not None and self._length is not None:
-                length, urls = await self._in_thread(self._length.local, task)
+                length, urls = await self._in_thread(self._length.local, task, limit)
                 media = await self._length.download(urls)
                 length += sum(item.num_tokens - 1 for item in media)
         except Exception as error:  # of a generator's code, the row, or an image

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlmrl.multimodal.messages import images_of, parts_of_message
-from vlmrl.multimodal.renderer import BASE, Renderer
+from vlmrl.multimodal.renderer import BASE, Renderer, TooLongError
 from vlmrl.types import ImageSource, Message
 
 PROBE: Message = {"role": "user", "content": "."}
@@ -84,6 +84,8 @@ def masked_rows(
         is_trained = not trained or trained[number]
         if is_trained:
             _check_shown(clean[place], place, response)
+        if is_trained or rows[-1].responses:
+            _check_text(renderer, prompt + response, max_tokens)
         ids = renderer.encode_written(response)
         rows[-1].pieces += [(renderer.encode_written(prompt[len(known) :]), False), (ids, is_trained)]
         known = prompt + response
@@ -102,6 +104,14 @@ def check_length(tokens: int, most: float) -> None:
     """Raises RowError for a row with more than ``most`` tokens, which may have more than those counted."""
     if tokens > most:
         raise RowError("too_long", f"it has {tokens} tokens or more, and rollout.max_tokens is {most}.")
+
+
+def _check_text(renderer: Renderer, text: str, most: float) -> None:
+    """Raises RowError for a row that is certainly too long, before all of its text is encoded."""
+    try:
+        renderer.check_text(text, most)
+    except TooLongError as error:
+        check_length(error.least, most)
 
 
 def check_masks(renderer: Renderer, name: str) -> None:

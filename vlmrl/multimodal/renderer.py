@@ -30,7 +30,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from vlmrl.multimodal.added_tokens import ESCAPE, AddedTokens
 from vlmrl.multimodal.messages import characters_of, kind_of_part, map_texts, parts_of_message, tools_as_user
-from vlmrl.multimodal.tokenizer_backends import backends_of, ids_of_text, most_characters
+from vlmrl.multimodal.tokenizer_backends import backends_of, ids_of_text, least_tokens, most_characters
 from vlmrl.types import ImageSource, Message
 from vlmrl.utils.kept import Kept
 
@@ -121,7 +121,13 @@ class Renderer:
         shown = [message.get("content") for message in messages]
         self._check_characters(characters_of((shown, list(tools))), limit)
 
-    def _check_characters(self, characters: int, limit: int | None) -> None:
+    def check_text(self, text: str, limit: float | None) -> None:
+        """Raise TooLongError for a text of :meth:`write` whose length or beginning shows that it has more than ``limit`` tokens."""
+        self._check_characters(len(text), limit)
+        if limit is not None and (least := least_tokens(self.encode_written, text, limit)):
+            raise TooLongError(least)
+
+    def _check_characters(self, characters: int, limit: float | None) -> None:
         if limit is not None and self._most_characters and characters > limit * self._most_characters:
             raise TooLongError(-(-characters // self._most_characters))
 
@@ -298,7 +304,7 @@ class Renderer:
         *,
         keeps_head: bool = False,
     ) -> Rendered:
-        self._check_characters(len(text), limit)
+        self.check_text(text, limit)
         ids = self._encode_prompt(text) if keeps_head else self.encode_written(text)
         self._check_images(ids, images, messages)
         return Rendered(ids, images)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 JOINED_BY_NFC = 4  # the longest canonical decomposition of a character
+BEGINNING = 16  # characters of a text for each token that it may have: ordinary texts have three to five for each
 
 
 def backends_of(tokenizer: Any) -> tuple[Tokenizer, Tokenizer]:
@@ -41,3 +43,17 @@ def most_characters(backend: Tokenizer) -> int | None:
     if not is_bytewise or not isinstance(backend.normalizer, normalizers.NFC | None):
         return None
     return max(map(len, backend.get_vocab())) * (1 if backend.normalizer is None else JOINED_BY_NFC)
+
+
+def least_tokens(encode: Callable[[str], list[int]], text: str, limit: float) -> int:
+    """A number of tokens above ``limit`` that a text certainly has, or 0 if it may have fewer.
+
+    Of a long text the beginning is encoded first: the whole, such as the log of a server, takes 240 times its size in memory.
+    """
+    size = BEGINNING * limit
+    while size < len(text):
+        least = len(encode(text[: int(size)])) // 2  # the words at the cut may be joined to fewer tokens
+        if least > limit:
+            return least
+        size *= 4
+    return 0

@@ -64,7 +64,7 @@ class Observed:
 
 
 PAGE = "docs/when_it_does_not_learn.md"
-NOT_SHOWN = re.compile(r"\[This image cannot be shown: (.*?)\.?\]$", re.M)  # what a model reads in an image's place
+NOT_SHOWN = re.compile(r"^(?>.*?\[This image cannot be shown: )(.*?)\.?\]$", re.M)  # once a line: linear time
 LEAST_EPISODES = 4  # fewer say nothing about a step
 LEAST_COPIED = 64  # tokens of a summary: a shorter one may be no more than the facts
 LEAST_GROUPS = 24  # a step or two without a difference are frequent in runs that learn

@@ -252,7 +252,8 @@ def check_first_tasks(run: Run, tasks: Tasks) -> list[str]:
     def check(number: int) -> None:
         task = tasks.draw(number)
         # An empty one is the env's to give.
-        tokens = length.local(task)[0] if run.spec is not None and task.prompt else 0
+        most = max(room, tasks.limit_of(task) or 0)
+        tokens = length.local(task, most)[0] if run.spec is not None and task.prompt else 0
         if room <= tokens <= (tasks.limit_of(task) or tokens):  # a run leaves out what is over the limit
             raise ValueError(f"task {task.id}: the prompt has {tokens} tokens, and rollout.max_tokens is {room}")
 
