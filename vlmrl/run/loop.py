@@ -44,6 +44,7 @@ from vlmrl.train.controller import RunTrainer
 from vlmrl.train.credit import assign_advantages
 from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Trajectory
+from vlmrl.utils.open_files import reserved_files
 
 
 async def train(
@@ -126,19 +127,25 @@ async def saved_at_the_end(
     run: Run, trainer: RunTrainer, state: LoopState, recorder: Recorder, progress: RunProgress
 ) -> AsyncIterator[None]:
     """If the block is stopped or fails, save what was trained and write the report."""
-    try:
-        yield
-    except RunStopped:
-        if not run.config.checkpoint.every:
-            await recorder.finish()  # SIGTERM may leave too few seconds for the checkpoint, which comes last then
-        if trainer.is_started:
-            await save_stopped(run, trainer, state, progress)
-        await recorder.finish()
-        raise
-    except BaseException as error:
-        await save_after_failure(run, trainer, state, progress, error)
-        await recorder.finish()
-        raise
+    with reserved_files() as reserve:
+        try:
+            yield
+        except RunStopped:
+            reserve.close()
+            try:
+                if not run.config.checkpoint.every:
+                    # SIGTERM may leave too few seconds for the checkpoint, which comes last then.
+                    await recorder.finish()
+            finally:
+                if trainer.is_started:
+                    await save_stopped(run, trainer, state, progress)
+            await recorder.finish()
+            raise
+        except BaseException as error:
+            reserve.close()
+            await save_after_failure(run, trainer, state, progress, error)
+            await recorder.finish()
+            raise
 
 
 @dataclass
