@@ -189,7 +189,7 @@ def test_every_built_in_function_may_be_named(folder):
         built_in[setting] = [tuple(built_in[setting])]
     for setting, names in built_in.items():
         for name in names:
-            config = Config(algo=Algo(**{setting: name}))
+            config = Config(algo=Algo(**{setting: name}), output_dir=str(folder))
             assert resolve_config(config, folder) == config
             assert (choose_all if isinstance(name, tuple) else choose)(config.algo, setting)
 
@@ -200,6 +200,7 @@ def test_names_that_are_no_files_stay(folder):
         model=Model("Qwen/Qwen3-VL-2B-Instruct", chat_template="chatml"),
         rollout=Rollout(history="last_turns"),
         algo=Algo(filters=("zero_variance",)),
+        output_dir=str(folder),
     )
     assert resolve_config(config, folder) == config
 

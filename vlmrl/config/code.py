@@ -38,9 +38,10 @@ DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
 def resolve_config(config: Config, folder: Path | None = None) -> Config:
     """``config`` with every name of code replaced by its function or class and every local path made absolute.
 
-    Names and paths are looked up in ``folder`` (the recipe's), then in the working directory. Names of built-in functions,
-    names on the Hugging Face Hub and ``tiny:FAMILY`` stay as they are. Code of ``algo`` stays a name, with the absolute path of its
-    file, since trainer ranks in other processes get ``algo`` and load it there. Resolving twice changes nothing.
+    Names and paths are looked up in ``folder`` (the recipe's), then in the working directory; ``output_dir`` is in that. Names of
+    built-in functions, names on the Hugging Face Hub and ``tiny:FAMILY`` stay as they are. Code of ``algo`` stays a name, with
+    the absolute path of its file, since trainer ranks in other processes get ``algo`` and load it there. Resolving
+    twice changes nothing.
 
     Raises:
         ValueError: a file, a module or a name does not exist, or importing it failed; the message starts with the setting.
@@ -101,6 +102,11 @@ def _absolute_code(field: str, code: str, folder: Path | None) -> str:
 def _resolve_trackers(field: str, trackers: Sequence[str], folder: Path | None) -> tuple[str, ...]:
     """Only the paths of files: what a tracker needs is imported when it is made."""
     return tuple(_absolute_code(field, each, folder) for each in trackers)
+
+
+def _absolute(field: str, path: str, folder: Path | None) -> str:
+    """The run's files stay in one place when an env, whose code runs in this process, changes the working directory."""
+    return str(Path(path).absolute())
 
 
 def _existing(field: str, path: str, folder: Path | None) -> str:
@@ -360,6 +366,7 @@ _RESOLVERS: dict[Any, Resolver] = {
 _PATHS: dict[tuple[type, str], Resolver] = {
     (Config, "agent"): _resolve_agent,
     (Config, "engine"): _resolve_name,
+    (Config, "output_dir"): _absolute,
     (Model, "path"): _resolve_model,
     (Model, "chat_template"): _resolve_template,
     (Teacher, "model"): _resolve_model,

@@ -30,7 +30,7 @@ from vlmrl.train.checkpoint import (
 )
 from vlmrl.train.controller import RunTrainer
 from vlmrl.utils.json_files import read_object
-from vlmrl.utils.output_files import OutputError, atomic_folder, atomic_write
+from vlmrl.utils.output_files import atomic_folder, atomic_write
 from vlmrl.utils.require import require
 
 Stage = Literal["warm_start", "sft", "train"]
@@ -273,7 +273,7 @@ def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, wit
         if with_adapters and run.config.model.lora.rank:
             _save_adapters(run, trainer)
             written.append("adapters")
-    except (RuntimeError, OutputError) as error:  # the trainer may have failed, or the disk be full
+    except Exception as error:  # the trainer may have failed, or the disk or the memory be full
         progress.say(f"the weights of the last step could not be saved: {error}")
     return written
 

@@ -61,7 +61,7 @@ def run_collection(
     require(config.rollout.generate is None, "rollout.generate", "unset: it makes token ids, not messages", "set")
     require(config.group_reward is None, "group_reward", "unset: episodes are played one by one", config.group_reward)
     progress = RunProgress()
-    folder = collection.out or config.folder.with_name(f"{config.name}-episodes")
+    folder = (collection.out or config.folder.with_name(f"{config.name}-episodes")).absolute()
     with run_lock(folder):
         run, name = _player(config, model, api)
         try:

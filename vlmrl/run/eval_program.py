@@ -46,6 +46,7 @@ def run_evaluation(
     models = resolve_eval_models(paths, config) if paths or api is None else []
     if out is not None:
         check_writable(out, "--out")
+    place = None if out is None else out.absolute()  # an env may change the working directory meanwhile
     progress, origin = RunProgress(), provenance()
     names = [model.name for model in models]
     if api is not None:
@@ -67,10 +68,10 @@ def run_evaluation(
     finally:  # also if a later one fails: those before it took hours, or an API's tokens
         if rows:
             print_report(progress.console, rows, config.seed)
-        if rows and out is not None:
+        if rows and place is not None:
             expected = [row_name(name, blanked) for name in names for blanked in _passes(config)]
             missing = [name for name in expected if name not in {row.name for row in rows}]
-            write_document(out, eval_document(rows, config.seed, origin, config, missing))
+            write_document(place, eval_document(rows, config.seed, origin, config, missing))
             progress.say(f"results: {out}" + (f", without those of {', '.join(missing)}" if missing else ""))
 
 
@@ -203,7 +204,8 @@ def _check_exists(path: str) -> None:
 
 
 def _eval_model(name: str, model: Model) -> EvalModel:
-    path, run = Path(name), SavedRun.around(Path(name))
+    path = Path(name).absolute()
+    run = SavedRun.around(path)
     if run is not None and run.folder.samefile(path):
         path = _weights_of(path)
     if not is_checkpoint(path):

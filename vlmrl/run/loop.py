@@ -7,8 +7,8 @@ own, so this file reads like the algorithm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,13 @@ from vlmrl.run.build import Run
 from vlmrl.run.checkpointing import (
     LoopState,
     restore,
-    save_after_failure,
     save_best,
     save_checkpoint,
     save_model,
-    save_stopped,
     save_summary,
 )
 from vlmrl.run.evaluate import Evaluator
+from vlmrl.run.last_save import saved_at_the_end
 from vlmrl.run.off_policy import old_policy
 from vlmrl.run.recorder import Recorder
 from vlmrl.run.sft import fine_tune, stages_of
@@ -119,26 +118,6 @@ async def prepare_training(
     await stop.interruptible(evaluator.evaluate(0, name))
     if alone and stages and run.config.eval.blank_images:
         await stop.interruptible(evaluator.evaluate(0, "reward_blanked", blank_images=True))
-
-
-@asynccontextmanager
-async def saved_at_the_end(
-    run: Run, trainer: RunTrainer, state: LoopState, recorder: Recorder, progress: RunProgress
-) -> AsyncIterator[None]:
-    """If the block is stopped or fails, save what was trained and write the report."""
-    try:
-        yield
-    except RunStopped:
-        if not run.config.checkpoint.every:
-            await recorder.finish()  # SIGTERM may leave too few seconds for the checkpoint, which comes last then
-        if trainer.is_started:
-            await save_stopped(run, trainer, state, progress)
-        await recorder.finish()
-        raise
-    except BaseException as error:
-        await save_after_failure(run, trainer, state, progress, error)
-        await recorder.finish()
-        raise
 
 
 @dataclass

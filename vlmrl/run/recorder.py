@@ -21,7 +21,6 @@ from vlmrl.rollout.failures import list_reasons
 from vlmrl.rollout.runner import RolloutError
 from vlmrl.run.build import Run
 from vlmrl.train.turn_states import rewards_by_place
-from vlmrl.utils.output_files import OutputError
 from vlmrl.utils.threads import DaemonPool
 
 
@@ -90,8 +89,8 @@ class Recorder:
         self.judge_evaluations()
         try:
             await drawing_thread().run(_write_pages, self._run.config, self.log.rows())
-        except (ValueError, OutputError) as error:  # a damaged line, a full disk: they only show
-            self._progress.say(f"the curve and the page could not be written: {error}")
+        except Exception as error:  # a damaged line, a full disk, the user's settings of matplotlib: they only show
+            self._progress.say(f"the curve and the page could not be written: {str(error) or type(error).__name__}")
 
     async def _write_trajectories(self) -> list[dict[str, Any]]:
         if self._unwritten is None:

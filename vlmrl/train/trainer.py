@@ -143,6 +143,7 @@ class Trainer:
         self._state_memory = HostMemory()  # of `optim.offload`
 
     @on_policy_gpu
+    @torch.enable_grad()  # a user's module may have turned it off for all code of its thread
     def step(self, samples: Sequence[Sample]) -> StepOutput:
         """Train once on each sample, with one optimizer step for each ``groups_per_step`` groups.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+from contextlib import ExitStack, suppress
 
 MOST = 2**16
+RESERVED = 32
 
 
 def allow_many() -> None:
@@ -19,3 +21,13 @@ def allow_many() -> None:
         most = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
         if soft != resource.RLIM_INFINITY and soft < most:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def reserved_files() -> ExitStack:
+    """:data:`RESERVED` open files. ``close()`` gives them back: a run can save its state also if its env has opened all that the
+    process may open."""
+    reserve = ExitStack()
+    with suppress(OSError):  # all are used up already
+        for _ in range(RESERVED):
+            reserve.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+    return reserve
