@@ -121,7 +121,9 @@ async def no_images(urls: list[Any]) -> list[Any]:
 def test_tasks_of_one_id_keep_their_names_where_one_of_them_is_left_out(first, names):
     """By these names the rewards of two models are compared, task by task."""
     tasks = HeldOut(a_task(id="same", answer=answer) for answer in (first, "1"))
-    length: Any = SimpleNamespace(local=lambda task: (200 if task.answer == "too long" else 20, []), download=no_images)
+    length: Any = SimpleNamespace(
+        local=lambda task, limit=None: (200 if task.answer == "too long" else 20, []), download=no_images
+    )
     loop = turn_loop(Answered, lambda request, turn: "a", max_failed_fraction=1.0, max_refills=0)
     run: Any = SimpleNamespace(
         config=Config(data=Data("rows.jsonl", held_out=2)),
