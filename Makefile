@@ -68,8 +68,8 @@ $(VLLM_STAMP): pyproject.toml
 test-vllm: $(VLLM_STAMP)
 	PYTHONPATH=tests/vllm/shim OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm --durations 10
 
-# Both, and SGLang's environment is made while vLLM is tested. The servers themselves need too much memory to run beside each other.
-test-servers: $(VLLM_STAMP)
+# Both, and SGLang's environment is made meanwhile. The servers themselves need too much memory to run beside each other.
+test-servers:
 	$(MAKE) --keep-going --jobs 2 test-vllm $(SGLANG_STAMP); vllm=$$?; $(MAKE) test-sglang && exit $$vllm
 
 lint: $(STAMP)

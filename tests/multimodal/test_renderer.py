@@ -482,7 +482,6 @@ def test_a_text_that_cannot_fit_is_not_encoded():
     for render in (renderer.prompt, renderer.delta, renderer.inline):
         with pytest.raises(TooLongError, match=r"the text has at least 1\d{3} tokens"):
             render([user("a" * longest * 1010)], limit=1000)
-        assert render([user("a" * 900)], limit=1000).token_ids
         assert render([user("a" * longest * 1010)]).token_ids
 
 

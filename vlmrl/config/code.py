@@ -38,7 +38,7 @@ DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
 def resolve_config(config: Config, folder: Path | None = None) -> Config:
     """``config`` with every name of code replaced by its function or class and every local path made absolute.
 
-    Names and paths are looked up in ``folder`` (the recipe's), then in the working directory; ``output_dir`` is in that. Names of
+    Names and paths are looked up in ``folder`` (the recipe's), then in the working directory; ``output_dir`` is relative to that. Names of
     built-in functions, names on the Hugging Face Hub and ``tiny:FAMILY`` stay as they are. Code of ``algo`` stays a name, with
     the absolute path of its file, since trainer ranks in other processes get ``algo`` and load it there. Resolving
     twice changes nothing.
@@ -105,7 +105,7 @@ def _resolve_trackers(field: str, trackers: Sequence[str], folder: Path | None) 
 
 
 def _absolute(field: str, path: str, folder: Path | None) -> str:
-    """The run's files stay in one place when an env, whose code runs in this process, changes the working directory."""
+    """``path`` as an absolute path, so that the run's files stay in one place when an env changes the working directory."""
     return str(Path(path).absolute())
 
 

@@ -11,7 +11,7 @@ from datasets.utils.extract import Extractor, TarExtractor
 
 
 class RegularTar(TarExtractor):
-    """The tar archives of ``datasets``. Its own check of a link, before later ones exist, misses that it leads through these."""
+    """Unpacks tar archives without links: ``datasets`` checks where a link leads before the links on its way are unpacked."""
 
     @staticmethod
     def extract(input_path: Path | str, output_path: Path | str) -> None:
@@ -38,5 +38,5 @@ def _regular(archive: tarfile.TarFile, path: Path | str) -> Iterator[tarfile.Tar
 
 
 def refuse_links() -> None:
-    """Let ``datasets`` unpack tar archives with :class:`RegularTar`."""
+    """Let ``datasets`` unpack tar archives with :class:`RegularTar`, in this whole process."""
     Extractor.extractors = {**Extractor.extractors, "tar": RegularTar}

@@ -9,7 +9,7 @@ from typing import Any
 
 from vlmrl.multimodal.messages import map_texts
 
-PLACE = re.compile(r"<\|((object_ref|box|quad)_(start|end)|(begin|end)_of_box)\|>")
+GROUNDING_TOKENS = re.compile(r"<\|((object_ref|box|quad)_(start|end)|(begin|end)_of_box)\|>")
 """The tokens around names and places in an image, such as ``<|box_start|>``: models write them, as UI-TARS its clicks."""
 # A private-use character. Followed by a second one, it stands for an added token in a text, or for itself.
 ESCAPE = "\U00100000"
@@ -22,9 +22,11 @@ class AddedTokens:
         longest_first = sorted(tokenizer.added_tokens_decoder.items(), key=lambda item: -len(item[1].content))
         self.ids = {token.content: index for index, token in longest_first}
         self.special = [
-            token.content for _, token in longest_first if token.special and not PLACE.fullmatch(token.content)
+            token.content
+            for _, token in longest_first
+            if token.special and not GROUNDING_TOKENS.fullmatch(token.content)
         ]
-        """What is a token in no text, also not in one that the model may have written."""
+        """Special tokens that stay text in an assistant's message, too."""
         self._stand_ins = {  # the character itself first: the others contain it
             text: ESCAPE + chr(ord(ESCAPE) + i) for i, text in enumerate([ESCAPE, *self.ids], start=1)
         }

@@ -72,28 +72,29 @@ def masked_rows(
     schemas = renderer.clean_tools(tools)
     places = [place for place, message in enumerate(shown) if message["role"] == "assistant"]
     rows: list[MaskedRow] = []
-    known: str | None = None  # what the last row's pieces were encoded from
+    known: str | None = None  # the text of the last row
+    waiting: list[str] = []  # its end, which has no loss, and is encoded if a trained response follows
     for number, place in enumerate(places):
         if trained and not any(trained[number:]):
             break
         prompt = _written(renderer, clean[:place], schemas, generate=True)
         response = _response(renderer, clean, place, prompt, schemas)
         if known is None or not prompt.startswith(known):
-            known = ""
+            known, waiting = "", []
             rows.append(MaskedRow([], []))
-        is_trained = not trained or trained[number]
-        if is_trained:
-            _check_shown(clean[place], place, response)
-        if is_trained or rows[-1].responses:
-            _check_text(renderer, prompt + response, max_tokens)
-        ids = renderer.encode_written(response)
-        rows[-1].pieces += [(renderer.encode_written(prompt[len(known) :]), False), (ids, is_trained)]
+        row = rows[-1]
+        waiting.append(prompt[len(known) :])
         known = prompt + response
-        if is_trained:
-            rows[-1].responses[number] = ids
-        rows[-1].images = images[: len(images_of(shown[:place]))]
-        if rows[-1].responses:
-            check_length(sum(len(ids) for ids, _ in rows[-1].pieces), max_tokens)
+        if trained and not trained[number]:
+            waiting.append(response)
+            continue
+        _check_shown(clean[place], place, renderer.opening + response)
+        _check_text(renderer, known, max_tokens)
+        ids = renderer.encode_written(response)
+        row.pieces += [*((renderer.encode_written(text), False) for text in waiting), (ids, True)]
+        row.responses[number], waiting = ids, []
+        row.images = images[: len(images_of(shown[:place]))]
+        check_length(sum(len(ids) for ids, _ in row.pieces), max_tokens)
     rows = [row for row in rows if row.responses]
     for row in rows:
         _check_images(renderer, row)
@@ -138,10 +139,9 @@ def _response(
             f"message {place}: the chat template does not write the response after its generation prompt, but "
             f"{whole[start : start + 40]!r} where the prompt has {prompt[start : start + 40]!r}.",
         )
-    calls = [(call.get("function") or call).get("name") or "" for call in clean[place].get("tool_calls") or []]
-    for name in dict.fromkeys(calls):  # the text may have it, too
-        if whole.count(name, len(prompt)) < _text_of(clean[place]).count(name) + calls.count(name):
-            raise RowError("template", f"message {place}: the chat template does not show the call of {name!r}.")
+    for name in _called(clean[place]):
+        if name not in whole[len(prompt) :]:
+            raise _hidden_call(place, name)
     end = whole.rfind(renderer.end_of_turn, len(prompt))
     if end >= 0:
         return whole[len(prompt) : end + len(renderer.end_of_turn)]
@@ -153,21 +153,32 @@ def _response(
     return whole[len(prompt) :] + renderer.decode(first)
 
 
-def _check_shown(message: Message, place: int, response: str) -> None:
-    """Raises RowError if the ``response`` lacks a part of the message's text, or its reasoning, of the first field that is set."""
+def _check_shown(message: Message, place: int, shown: str) -> None:
+    """Raises RowError if what the template shows lacks a part of the message's text, its first field of REASONING, or a call."""
     name = next((name for name in REASONING if message.get(name)), None)
-    if name is not None and str(message[name]).strip() not in response:
+    if name is not None and str(message[name]).strip() not in shown:
         where = f"message {place}: the chat template does not show its {name}"
         raise RowError("template", f"{where}: put it into the content as text, or remove it.")
-    if _unspaced(_text_of(message)) not in _unspaced(response):
-        where = f"message {place}: the chat template leaves out a part of its text, such as what is before or between thoughts"
+    text = "".join(str(part.get("text", "")) for part in parts_of_message(message))
+    if _unspaced(text) not in _unspaced(shown):
         raise RowError(
-            "template", f"{where}: begin it with <think>, once, or set model.chat_template to one that writes it whole."
+            "template",
+            f"message {place}: the chat template leaves out a part of its text {text[:40]!r}, such as what is before, between or in "
+            "thoughts: write one thought, at the beginning, or set model.chat_template to one that writes all of it.",
         )
+    calls = _called(message)
+    for name in calls:  # the text may have it, too
+        if shown.count(name) < text.count(name) + calls.count(name):
+            raise _hidden_call(place, name)
 
 
-def _text_of(message: Message) -> str:
-    return "".join(str(part.get("text", "")) for part in parts_of_message(message))
+def _called(message: Message) -> list[str]:
+    """The names of the functions that a message calls."""
+    return [(call.get("function") or call).get("name") or "" for call in message.get("tool_calls") or []]
+
+
+def _hidden_call(place: int, name: str) -> RowError:
+    return RowError("template", f"message {place}: the chat template does not show the call of {name!r}.")
 
 
 def _unspaced(text: str) -> str:

@@ -68,7 +68,7 @@ def _text(error: BaseException, config: Config, metrics: Sequence[str], trajecto
 
 def changed_from_defaults(config: Config) -> list[str]:
     """The settings that differ from the defaults, a line each: ``"optim.lr = 0.0001 (default 1e-06)"``."""
-    changed = changed_settings(plain(Config()), plain(config))
+    changed = changed_settings(plain(Config(output_dir=config.output_dir)), plain(config))
     return [f"{name} = {value!r} (default {default!r})" for name, (default, value) in changed.items()]
 
 

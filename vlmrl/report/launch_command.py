@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from vlmrl.utils.folders import working_directory
 from vlmrl.utils.output_files import atomic_write
 
 FILE = "command.txt"
@@ -24,7 +25,9 @@ def resume_command(folder: Path, name: str | None = None) -> str | None:
     """The command that continues the run of ``folder``, by its own ``name`` or another. None: it was not started by a command."""
     if not (folder / FILE).exists():
         return None
-    command = (folder / FILE).read_text(encoding="utf-8").strip().removeprefix(f"cd {shlex.quote(str(Path.cwd()))} && ")
+    command = (
+        (folder / FILE).read_text(encoding="utf-8").strip().removeprefix(f"cd {shlex.quote(working_directory())} && ")
+    )
     if name is not None:
         command = f"{re.sub(NAME_OPTION, '', command)} --name {shlex.quote(name)}"
     return f"{command} --resume"

@@ -18,6 +18,7 @@ from vlmrl.multimodal.images import ImageError, content_of
 from vlmrl.multimodal.messages import images_of, is_image, map_images
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import ImageSource, MediaItem, Message
+from vlmrl.utils.folders import working_directory
 
 
 async def load_images(messages: Sequence[Message], store: MediaStore | None, seconds: float) -> list[Message]:
@@ -62,8 +63,8 @@ async def load_answer_images(
             shown[key] = result
         elif responses is not None and _names_no_file(result, sources[key], responses):
             raise EnvError(
-                f"{where}: {result}{line()}. Return a path that exists; a relative one starts in {Path.cwd()}. If a response chooses "
-                "the file, check that it exists, and answer with a text if it does not."
+                f"{where}: {result}{line()}. Return a path that exists; a relative one starts in {working_directory()}. If a response "
+                "chooses the file, check that it exists, and answer with a text if it does not."
             ) from result
         elif result.reason is not None:
             shown[key] = f"[This image cannot be shown: {result.reason}]"

@@ -46,7 +46,7 @@ def run_evaluation(
     models = resolve_eval_models(paths, config) if paths or api is None else []
     if out is not None:
         check_writable(out, "--out")
-    place = None if out is None else out.absolute()  # an env may change the working directory meanwhile
+        out = out.absolute()  # an env may change the working directory
     progress, origin = RunProgress(), provenance()
     names = [model.name for model in models]
     if api is not None:
@@ -68,10 +68,10 @@ def run_evaluation(
     finally:  # also if a later one fails: those before it took hours, or an API's tokens
         if rows:
             print_report(progress.console, rows, config.seed)
-        if rows and place is not None:
+        if rows and out is not None:
             expected = [row_name(name, blanked) for name in names for blanked in _passes(config)]
             missing = [name for name in expected if name not in {row.name for row in rows}]
-            write_document(place, eval_document(rows, config.seed, origin, config, missing))
+            write_document(out, eval_document(rows, config.seed, origin, config, missing))
             progress.say(f"results: {out}" + (f", without those of {', '.join(missing)}" if missing else ""))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -90,9 +91,10 @@ def train_config(
 
 @contextmanager
 def _raised_interrupts() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt, also in a coroutine: asyncio's and Jupyter's handlers only cancel its task."""
+    """Let SIGINT raise KeyboardInterrupt in a coroutine, too: asyncio's and Jupyter's handlers only cancel its task."""
     earlier = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or earlier in (None, signal.SIG_IGN):
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not (in_main_thread and _runs_event_loop()) or earlier in (None, signal.SIG_IGN):
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -100,3 +102,11 @@ def _raised_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, earlier)
+
+
+def _runs_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

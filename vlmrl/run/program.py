@@ -255,7 +255,9 @@ def check_first_tasks(run: Run, tasks: Tasks) -> list[str]:
         most = max(room, tasks.limit_of(task) or 0)
         tokens = length.local(task, most)[0] if run.spec is not None and task.prompt else 0
         if room <= tokens <= (tasks.limit_of(task) or tokens):  # a run leaves out what is over the limit
-            raise ValueError(f"task {task.id}: the prompt has {tokens} tokens, and rollout.max_tokens is {room}")
+            raise ValueError(
+                f"task {task.id}: the prompt has {tokens} tokens or more, and rollout.max_tokens is {room}"
+            )
 
     for number in numbers:
         try:

@@ -18,6 +18,14 @@ def cache_root() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/vlmrl").expanduser()
 
 
+def working_directory() -> str:
+    """The working directory, or ``(deleted)``: an env may have changed to a temporary one."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "(deleted)"
+
+
 def check_compiled_code() -> None:
     """Raises ValueError if another user owns the folder whose code torch's compiler runs, here or in a server program.
 

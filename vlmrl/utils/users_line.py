@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmrl.utils.folders import working_directory
+
 MOST_CHARACTERS = 10_000  # of an error's text, which a run keeps with its trajectory: it may quote what a server sent
 _OURS = str(Path(__file__).parents[1])
 _INSTALLED = tuple({path for name, path in sysconfig.get_paths().items() if name != "data"})
@@ -72,4 +74,5 @@ def _is_users(file: str) -> bool:
 
 def _shown(file: str) -> str:
     """The path from the working directory, if the file is in it."""
-    return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
+    folder = working_directory()
+    return str(Path(file).relative_to(folder)) if Path(file).is_relative_to(folder) else file
