@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from vlmrl.config import Model
 from vlmrl.model import tiny
-from vlmrl.model.loading import load_model, load_reader, on_host
+from vlmrl.model.loading import image_processor_of, largest_image_of, load_model, load_reader, on_host
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -89,6 +89,60 @@ def test_a_processor_that_is_code_is_refused_before_the_training(kind, qwen3_vl,
 
 def change(file: Path, **values: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def change_processor(folder: Path, kind: str, **values: object) -> None:
+    settings = json.loads((folder / "processor_config.json").read_text())
+    settings[f"{kind}_processor"] |= values
+    change(folder / "processor_config.json", **settings)
+
+
+PRIVATE = {"video_processor_type": "Ernie4_5_VLMoeVideoProcessor", "draw_on_frames": False}
+
+
+def test_a_processor_saves_no_file_elsewhere(qwen3_vl, tmp_path):
+    """Ernie's has a font, whose file was saved with the trained model, and uploaded with it."""
+    private, folder = tmp_path / "id_rsa", copied(qwen3_vl, tmp_path / "model")
+    private.write_text("a line of a key")
+    change_processor(folder, "video", **PRIVATE, font=str(private), size={"shortest_edge": 1, "longest_edge": 2**16})
+    with pytest.raises(ValueError, match=r"video_processor_type in its processor_config\.json must be .*'Ernie4_5_VLM"):
+        load_reader(Model(path=str(folder)), tmp_path)
+
+
+@pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json", "config.json"])
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize("name", ["AutoFeatureExtractor", "AutoModelForMaskedLM"])
+def test_a_processor_of_a_class_that_asks_whether_to_run_code_is_refused(
+    name, kind, file, qwen3_vl, tmp_path, monkeypatch
+):
+    """Such a class does not pass on that no code is to run: transformers asked on the terminal."""
+    marker, folder = tmp_path / "code-has-run", copied(qwen3_vl, tmp_path / "model")
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks whether to run the code"))
+    (folder / "own.py").write_text(f"import os\nos.makedirs({str(marker)!r})\n")
+    change(folder / "config.json", auto_map={"AutoModelForMaskedLM": "own.M"})
+    own = {"feature_extractor_type": "Own", "auto_map": {"AutoFeatureExtractor": "own.F"}}
+    change(folder / "processor_config.json", feature_extractor=own)
+    field = f"{kind}_processor_type"
+    if file == "processor_config.json":
+        change_processor(folder, kind, **{field: name})
+    else:
+        settings = json.loads((folder / "processor_config.json").read_text())
+        part = settings.pop(f"{kind}_processor")
+        del part[field]
+        (folder / "processor_config.json").write_text(json.dumps(settings))
+        (folder / "preprocessor_config.json").write_text(json.dumps(part))
+        change(folder / file, **{field: name})
+    with pytest.raises(ValueError, match=rf"{field} in its {file} must be a processor .*'{name}'"):
+        load_reader(Model(path=str(folder)), tmp_path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["Qwen2VLImageProcessorFast", "Qwen2VLFeatureExtractor"])
+def test_older_names_of_an_image_processor_are_read(name, qwen3_vl, tmp_path):
+    folder = copied(qwen3_vl, tmp_path / "model")
+    key = "feature_extractor_type" if name.endswith("Extractor") else "image_processor_type"
+    change_processor(folder, "image", **{"image_processor_type": None, key: name})
+    assert type(load_reader(Model(path=str(folder)), tmp_path).image_processor).__name__ == "Qwen2VLImageProcessor"
 
 
 def test_the_attention_of_a_models_config_is_not_loaded(qwen3_vl, tmp_path):
@@ -178,6 +232,18 @@ def test_a_tokenizer_of_a_class_that_asks_whether_to_run_code_is_refused(name, f
     ):
         load_reader(Model(path=str(folder)), tmp_path)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("read", [largest_image_of, image_processor_of])
+def test_the_tokenizer_that_a_processor_reads_is_checked_too(read, tmp_path, monkeypatch):
+    """`vlmrl plan` loads SmolVLM's tokenizer alone, and transformers asked whether to run the folder's code."""
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks whether to run the code"))
+    folder = Path(tiny.build(tmp_path / "model", "smolvlm"))
+    (folder / "own.py").write_text("")
+    change(folder / "config.json", auto_map={"AutoModelForMaskedLM": "own.M"})
+    change(folder / "tokenizer_config.json", tokenizer_class="AutoModelForMaskedLM", auto_map=["own.T", "own.T"])
+    with pytest.raises(ValueError, match=r"tokenizer_class in its tokenizer_config\.json must be a tokenizer"):
+        read(Model(path=str(folder)), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.txt", "additional_chat_templates"])

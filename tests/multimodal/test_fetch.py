@@ -160,8 +160,9 @@ def test_redirects_are_followed_so_often():
     assert fetched(moved) == ("RefusedError: it has more than 10 redirects", 11)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "*"])
 def test_a_host_of_this_machine_must_be_named(host: str):
+    """`*`, which stands for all public hosts, is also a name of this machine: glibc reads it as no name at all."""
     reached = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -177,7 +178,8 @@ def test_a_host_of_this_machine_must_be_named(host: str):
         assert get(url, hosts=["127.0.0.1"]) == b"png"
 
 
-def test_a_redirect_or_a_name_does_not_lead_to_this_machine(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("host", ["localhost", "*"])
+def test_a_redirect_or_a_name_does_not_lead_to_this_machine(host: str, monkeypatch: pytest.MonkeyPatch):
     """A server that may be reached leads to one that may not; and a public name has a private address."""
     reached = []
 
@@ -188,7 +190,7 @@ def test_a_redirect_or_a_name_does_not_lead_to_this_machine(monkeypatch: pytest.
     with answering(private) as inner:
 
         async def redirect(request: web.Request) -> web.Response:
-            return web.Response(status=302, headers={"Location": inner.replace("127.0.0.1", "localhost")})
+            return web.Response(status=302, headers={"Location": inner.replace("127.0.0.1", host)})
 
         with answering(redirect) as url:
             assert get(url) == b"secret" and reached == ["/"]

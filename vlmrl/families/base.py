@@ -66,6 +66,8 @@ class Family:
 
     vision: ClassVar[bool] = False
     """The model reads images."""
+    processor_reads_tokenizer: ClassVar[bool] = False
+    """:meth:`load_processor` loads the tokenizer, too."""
     joins_images: ClassVar[bool] = False
     """The vision tower reads the patches of all images as one sequence, and its attention gets ``cu_seqlens``."""
     mrope: ClassVar[bool] = False

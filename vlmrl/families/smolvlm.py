@@ -68,6 +68,7 @@ class SmolVLM(Family):
     """An image is scaled up or down to whole tiles; marks of their row and column stand between the tiles' placeholders."""
 
     vision = True
+    processor_reads_tokenizer = True
     parts: ClassVar[dict[str, str]] = {
         "vision_tower": r"vision_model\.",
         "projector": r"connector\.",

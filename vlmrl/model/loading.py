@@ -34,6 +34,7 @@ from vlmrl.model import tiny
 from vlmrl.model.lora import add_lora, named_weights
 from vlmrl.model.model_files import (
     check_config,
+    check_processors,
     check_tokenizer_files,
     check_weight_files,
     forget_code,
@@ -259,9 +260,8 @@ def _is_part(key: str, name: str, parts: dict[str, str]) -> bool:
 def load_reader(config: Model, cache_dir: Path) -> Reader:
     """The model of ``config`` without its weights."""
     path = _found(config.source, cache_dir)
-    hf_config = _hf_config(path)
-    family = family_of(hf_config)
-    check_tokenizer_files(path, hf_config)
+    family = _family(path)
+    check_tokenizer_files(path, family.config)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     pad = family.image_token_id
     renderer = Renderer(
@@ -278,13 +278,13 @@ def load_reader(config: Model, cache_dir: Path) -> Reader:
 def image_processor_of(config: Model, cache_dir: Path) -> Any:
     """The image processor of the model of ``config``; ``None`` for a text model."""
     path = _found(config.source, cache_dir)
-    return family_of(_hf_config(path)).load_processor(path)
+    return _family(path).load_processor(path)
 
 
 def largest_image_of(config: Model, cache_dir: Path) -> LargestImage | None:
     """What the largest image of the model of ``config`` costs; ``None`` for a text model."""
     path = _found(config.source, cache_dir)
-    return family_of(_hf_config(path)).largest_image(path, config.max_image_pixels)
+    return _family(path).largest_image(path, config.max_image_pixels)
 
 
 def _found(path: str, cache_dir: Path) -> str:
@@ -368,6 +368,16 @@ def _hf_config(path: str) -> Any:
         ) from error
     forget_code(config)
     return config
+
+
+def _family(path: str) -> Family:
+    """The family of the model, whose image processor is about to be loaded."""
+    family = family_of(_hf_config(path))
+    if family.vision:
+        check_processors(path)
+    if family.processor_reads_tokenizer:
+        check_tokenizer_files(path, family.config)
+    return family
 
 
 def pick_device(name: str) -> torch.device:

@@ -7,13 +7,24 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import AutoVideoProcessor, PreTrainedTokenizerBase
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
+from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+from transformers.utils import (
+    CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    VIDEO_PROCESSOR_NAME,
+    WEIGHTS_INDEX_NAME,
+)
 from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import DummyObject
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from vlmrl.families import FAMILIES
 from vlmrl.utils.json_files import read_object
 
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -144,12 +155,60 @@ def _check_links(folder: Path) -> None:
             )
 
 
+def check_processors(path: str, *more: str) -> None:
+    """Raises ValueError if the settings of a model's image processor, or those in ``more`` files, name a class of transformers that
+    no family's models have.
+
+    Such a class may save files elsewhere with the trained model, as Ernie's video processor does with its font, or ask on the terminal
+    whether to run code of the folder, as AutoFeatureExtractor does.
+    """
+    for file in (CONFIG_NAME, PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, *more):
+        settings = _object(path, file)
+        for part in (settings, *(each for each in settings.values() if isinstance(each, dict))):
+            for key, name in part.items():
+                is_class = key.endswith("_processor_type") or key == "feature_extractor_type"
+                if is_class and isinstance(name, str) and _is_foreign_processor(name):
+                    raise ValueError(
+                        f"model.path {path!r}: {key} in its {file} must be a processor of a model type that is supported, but it is "
+                        f"{name[:200]!r}, which may read other files or run code: remove {key}, or download the model again, from a "
+                        "source that you trust."
+                    )
+
+
+def _is_foreign_processor(name: str) -> bool:
+    """Whether transformers has a class of this name, or of one that it makes of it, but no family's models have it.
+
+    A name that transformers does not know is its own error.
+    """
+    image = name.replace("FeatureExtractor", "ImageProcessor")
+    for each in (name, image, image.replace("ImageProcessor", "VideoProcessor")):
+        plain = each.removesuffix("Fast").removesuffix("Pil")
+        is_known = any(hasattr(transformers, plain + suffix) for suffix in ("", "Fast", "Pil"))
+        if is_known and plain not in _processors_of_families():
+            return True
+    return False
+
+
+def _processors_of_families() -> set[str]:
+    """The names of the processors of all families' models, without the suffixes of their variants."""
+    found: set[str] = set()
+    for mapping in (IMAGE_PROCESSOR_MAPPING_NAMES, VIDEO_PROCESSOR_MAPPING_NAMES):
+        for kind in FAMILIES:
+            classes: Any = mapping.get(kind) or ()
+            names = (
+                classes.values() if isinstance(classes, dict) else [classes] if isinstance(classes, str) else classes
+            )
+            found |= {str(name).removesuffix("Fast").removesuffix("Pil") for name in names}
+    return found
+
+
 def load_video_processor(path: str) -> Any:
     """A model's video processor, which is saved with the trained model: a server's AutoProcessor needs it.
 
     Raises:
         ValueError: it cannot be loaded, which is better known before the training than after it.
     """
+    check_processors(path, VIDEO_PROCESSOR_NAME)
     try:
         return AutoVideoProcessor.from_pretrained(path, trust_remote_code=False)
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:

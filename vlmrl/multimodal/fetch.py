@@ -130,7 +130,8 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 
 def _route(url: URL, hosts: Collection[str] | None) -> tuple[aiohttp.ClientSession, dict[str, Any]]:
     """The session that may reach an address, and the options of its requests. Raises RefusedError if none may."""
-    if hosts is None or url.host in hosts:
+    # A host may be called `*`, too: the system's resolver reads it as no name at all, which is this machine.
+    if hosts is None or (url.host in hosts and url.host != ANY_PUBLIC):
         return _session(), proxy_of(url)
     if ANY_PUBLIC not in hosts:
         raise RefusedError(f"the host {url.host} is none of those from which images may be loaded")
