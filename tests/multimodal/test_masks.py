@@ -183,6 +183,39 @@ def test_a_call_that_a_template_hides_is_an_error_also_if_the_text_has_its_name(
         assert masked_rows(real_renderer(shared, "qwen3-vl", "qwen3_vl"), said)
 
 
+def test_an_untrained_response_of_which_a_template_leaves_out_a_part_with_a_call_is_no_error(shared):
+    """The call is shown. Of a trained response the error names what is left out, not the call."""
+    call = {"tool_calls": [{"function": {"name": "zoom", "arguments": {}}}]}
+    talk = [
+        user("q"),
+        answer("I will zoom. <think>why</think>ok") | call,
+        {"role": "tool", "content": "b"},
+        answer("c"),
+    ]
+    renderer = real_renderer(shared, "qwen3-vl", "qwen3")
+    assert masked_rows(renderer, talk, trained=[False, True])
+    with pytest.raises(RowError, match=r"leaves out a part of its text 'I will zoom\. <think>"):
+        masked_rows(renderer, talk)
+
+
+def test_a_response_whose_beginning_the_generation_prompt_writes_is_whole():
+    whole = (OURS / "chatml.jinja").read_text()
+    generated = whole.replace("assistant\\n' -}}\n{%- endif", "assistant\\nThought:' -}}\n{%- endif")
+    assert generated != whole
+    (row,) = masked_rows(ours(generated), [user("q"), answer("Thought: I click.")])
+    assert ours().decode(row.responses[0]) == " I click.<|im_end|>"
+
+
+def test_a_row_without_a_trained_response_so_far_is_not_encoded(monkeypatch):
+    renderer, encoded = ours(), [0]
+    encode = renderer.encode_written
+    monkeypatch.setattr(renderer, "encode_written", lambda text: encoded.append(len(text)) or encode(text))
+    talk = [user("log " * 25_000), answer("x"), user("b"), answer("y")]
+    with pytest.raises(RowError, match=r"rollout.max_tokens is 100\."):
+        masked_rows(renderer, talk, trained=[False, True], max_tokens=100)
+    assert max(encoded) < 2000
+
+
 def test_a_template_whose_responses_cannot_be_found_is_refused_by_name():
     check_masks(ours(), "chatml")
     whole = (OURS / "chatml.jinja").read_text()

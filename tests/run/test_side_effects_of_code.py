@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,33 @@ def test_the_files_of_a_run_whose_code_changes_the_working_directory_stay_togeth
     os.chdir(tmp_path)
     run_collection(config, Collection(out=Path("collected"), tasks=2), "runs/say")
     assert len((tmp_path / "collected/episodes.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_error_in_a_folder_that_is_gone_fails_its_trajectory_and_a_stop_says_how_to_continue(
+    tmp_path, monkeypatch, capsys
+):
+    """The paths of code and of the command are shown from the working directory."""
+    stop, calls = StopRequest(), []
+
+    def reward(text, task):
+        calls.append(task)
+        if len(calls) == 4:
+            moving(text, task)
+            raise ValueError("mine")
+        return len(text) / 100
+
+    def on_row(row):
+        if row["step"] == 3:
+            stop.request(signal.SIGTERM)
+
+    monkeypatch.chdir(tmp_path)
+    config = resolve_config(config_of("runs", reward, steps=9))
+    config = replace(config, rollout=replace(config.rollout, max_failed_fraction=1.0))
+    run_training(config, stop=stop, on_row=on_row, command=["vlmrl", "train", "say.py"])
+    os.chdir(tmp_path)
+    assert stop.number == signal.SIGTERM
+    assert f"cd {tmp_path} && vlmrl train say.py --resume" in capsys.readouterr().out
+    assert any("ValueError: mine" in str(row) for row in read_rows(config.folder / "trajectories.jsonl"))
 
 
 def right(task, turn):

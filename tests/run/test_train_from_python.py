@@ -110,6 +110,24 @@ def test_an_interrupt_ends_it_in_a_coroutine_too(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_handler_of_your_own_is_called(tmp_path):
+    """One that ends the training by ``on_step``, for example."""
+    seen: list[int] = []
+
+    def interrupt_once(row):
+        if row["step"] == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return bool(seen)
+
+    earlier = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        result = vlmrl.train(config(tmp_path, steps=30), on_step=interrupt_once)
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+    assert seen == [signal.SIGINT] and not result.interrupted and result.metrics[-1]["step"] < 30
+
+
+@pytest.mark.slow
 def test_an_error_of_a_callback_is_raised(tmp_path):
     def broken(row):
         raise LookupError("no such metric")
