@@ -49,6 +49,33 @@ def test_a_process_that_starts_another_and_ends_leaves_none():
         _check_killed([sys.executable, "-c", FORKING], 0)
 
 
+@pytest.mark.slow
+def test_a_process_without_the_mark_is_looked_at_twice_while_others_start(monkeypatch):
+    """A look at thousands of processes takes so long that others start in each: it must not be followed by more such looks."""
+    started, looked_at, is_marked = [_idle_process()], list[int](), marked_processes._is_marked
+
+    def looking(process, entry):
+        pid = int(process.name)
+        looked_at.append(pid)
+        if pid == started[-1].pid and len(started) < 10:
+            started.append(_idle_process())  # it begins during the look
+        return is_marked(process, entry)
+
+    monkeypatch.setattr(marked_processes, "_is_marked", looking)
+    try:
+        kill_marked(uuid.uuid4().hex)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert len(started) == 10
+    assert looked_at.count(os.getpid()) == 2
+
+
+def _idle_process() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "3600"])
+
+
 def _check_killed(command: list[str], padding: int) -> None:
     mark, (end, held) = uuid.uuid4().hex, os.pipe()
     environment = {**os.environ, "PADDING": "x" * padding, MARK: mark}

@@ -19,18 +19,28 @@ ENVIRONMENT = slice(47, 49)  # the fields of /proc/PID/stat from its state on th
 def kill_marked(mark: str) -> None:
     """Kill all processes whose environment has ``VLMRL_PROCESS_MARK=mark``. Returns when none is found, or after some seconds.
 
-    A look misses a process that starts during it. So after a look that meets a process for the first time, another one follows.
-    Does nothing where there is no /proc.
+    A look misses a process that starts during it. So after a look that meets a process for the first time, another one follows. One
+    that is met again, without the mark, is not looked at any more: with thousands on the machine, a look would take so long that
+    others start in each. Does nothing where there is no /proc.
     """
-    entry, until, known = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS, set[int]()
+    entry, until, met, unmarked = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS, set[int](), set[int]()
     for look in itertools.count(1):
-        looks = {int(path.name): _is_marked(path, entry) for path in Path("/proc").glob("[0-9]*")}
+        listed = _processes()
+        unmarked &= listed  # the number of one that has ended may be given again
+        looks = {pid: _is_marked(Path(f"/proc/{pid}"), entry) for pid in listed - unmarked}
         kill_processes(pid for pid, marked in looks.items() if marked)
-        none_left = looks.keys() <= known and all(marked is False for marked in looks.values())
-        if none_left or (look >= LOOKS and time.monotonic() >= until):
+        # One that replaces its program may seem unmarked for a moment.
+        unmarked |= {pid for pid, marked in looks.items() if marked is False and pid in met}
+        if listed == unmarked or (look >= LOOKS and time.monotonic() >= until):
             return
-        known |= looks.keys()
+        met |= listed
         time.sleep(0.001)
+
+
+def _processes() -> set[int]:
+    with contextlib.suppress(FileNotFoundError), os.scandir("/proc") as entries:
+        return {int(entry.name) for entry in entries if entry.name.isdecimal()}
+    return set()
 
 
 def _is_marked(process: Path, entry: bytes) -> bool | None:
