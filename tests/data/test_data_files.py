@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
+from datetime import datetime
 from pathlib import Path
 
 import datasets as hf
@@ -356,17 +358,20 @@ def test_a_line_that_is_not_csv_is_named(tmp_path, written, message):
         load_rows(str(tmp_path / "a.csv"), "train")
 
 
-def test_a_file_that_another_one_of_the_same_time_replaced_is_read(tmp_path):
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_file_that_another_one_of_the_same_time_replaced_is_read(tmp_path, suffix):
     """The rows of the first one came from the cache of `datasets`."""
-    file = tmp_path / "rows.jsonl"
+    file = tmp_path / f"rows.{suffix}"
     for text in ("first", "other"):
         file.unlink(missing_ok=True)
         file.write_text(json.dumps({"prompt": text}))
+        if suffix == "parquet":
+            pq.write_table(pa.table({"prompt": [text]}), file)
         os.utime(file, ns=(10**18, 10**18))
         assert load_rows(str(file), "train").column("prompt") == [text]
 
 
-@pytest.mark.parametrize("names", [("training", "testing"), ("data", "eval"), ("Data", "Test")])
+@pytest.mark.parametrize("names", [("training", "testing"), ("data", "eval"), ("Data", "Test"), ("a", "test1")])
 def test_a_file_to_evaluate_on_is_not_trained_on(tmp_path, names):
     """The rows of both files were the split train, as no name has one of our words for splits in our spelling."""
     for name in names:
@@ -375,6 +380,106 @@ def test_a_file_to_evaluate_on_is_not_trained_on(tmp_path, names):
         load_rows(str(tmp_path), "train")
     (tmp_path / "Train.jsonl").write_text(json.dumps({"prompt": "x"}))
     assert load_rows(str(tmp_path), "train").column("prompt") == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("train", "other"),
+    [
+        ("train2014.jsonl", "val2014.jsonl"),
+        ("my train.jsonl", "my test.jsonl"),
+        ("split=train/a.jsonl", "split=test/b.jsonl"),
+        ("geoTrain.jsonl", "geoTest.jsonl"),
+        ("trainset.jsonl", "testset.jsonl"),
+        ("VQA_TRAIN2.jsonl", "VQA_TESTSet2.jsonl"),
+    ],
+)
+def test_words_for_splits_are_found_beside_digits_and_in_compounds(tmp_path, train, other):
+    """Both files were trained on, unsaid: only between `-`, `_`, `.` and `/` was a word one."""
+    for name in (train, other):
+        (file := tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"prompt": name}))
+    assert load_rows(str(tmp_path / "data"), "train").column("prompt") == [train]
+
+
+def test_a_split_may_have_a_name_with_digits(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("geo3k", "trial"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({"prompt": name}))
+    assert load_rows(str(tmp_path / "data"), "geo3k").column("prompt") == ["geo3k"]
+    assert load_rows(str(tmp_path / "data"), "train").column("prompt") == ["geo3k", "trial"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "field"),
+    [
+        (7, "007", "answer"),
+        ("yes", True, "answer"),
+        (0.5, "1e5", "answer"),
+        ("a", datetime(2020, 1, 1), "answer"),
+        (True, 7, "answer"),
+        ([7], ["007"], "answer[]"),
+        ({"truth": [{"x": 7}]}, {"truth": [{"x": "007"}]}, "answer.truth[].x"),
+        ("a.png", b"a.png", "answer"),
+    ],
+)
+def test_parquet_files_whose_column_has_values_of_other_types_are_refused(tmp_path, first, then, field):
+    """`datasets` gives all files the types of the first one: 7 instead of "007", "true" instead of True, unsaid."""
+    (folder := tmp_path / "data").mkdir()
+    for name, value in (("a", first), ("b", then)):
+        pq.write_table(pa.table({"prompt": ["What?"], "answer": [value]}), folder / f"train-{name}.parquet")
+    for load in (load_rows, files._load_hub):
+        with pytest.raises(
+            ValueError, match=rf"column '{re.escape(field)}' .* in .*a\.parquet, and .* in .*b\.parquet"
+        ):
+            load(str(folder), "train")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_dataset_of_the_hub_that_datasets_has_loaded_before_is_read_as_it_is_written(tmp_path, suffix):
+    """The types that `datasets` had found, as in a notebook, counted as the dataset's own: its texts became times and numbers."""
+    (folder := tmp_path / "data").mkdir()
+    text = '{"prompt": "When?", "answer": "2020-01-01"}\n' if suffix == "jsonl" else "prompt,answer\nWhen?,007\n"
+    (folder / f"train.{suffix}").write_text(text)
+    before = list(files.Rows(files._load_hub(str(folder), "train")))
+    assert hf.load_dataset(str(folder), split="train")[0] != before[0]
+    assert list(files.Rows(files._load_hub(str(folder), "train"))) == before
+    declared = (
+        "dataset_info:\n  features:\n  - name: prompt\n    dtype: string\n  - name: answer\n    dtype: large_string"
+    )
+    (folder / "README.md").write_text(f"---\n{declared}\n---\n")
+    assert files._load_hub(str(folder), "train").features["answer"] == hf.Value("large_string")
+
+
+def test_a_split_of_the_hub_has_the_types_of_its_own_files(tmp_path):
+    """It got those of the first split: answers to evaluate on were 7 instead of "007"."""
+    (folder := tmp_path / "data").mkdir()
+    for name, value in (("train", 7), ("test", "007")):
+        pq.write_table(pa.table({"prompt": ["What?"], "answer": [value]}), folder / f"{name}.parquet")
+    assert files.Rows(files._load_hub(str(folder), "train[:1]")).column("answer") == [7]
+    with pytest.raises(ValueError, match=r"column 'answer' must have one type in all files, but it has numbers in "):
+        files._load_hub(str(folder), "test")
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (pa.array(["a"]), pa.array(["b"], pa.large_string())),
+        (pa.array(["a"]), pa.array(["b"]).dictionary_encode()),
+        (pa.array([1], pa.int8()), pa.array([2])),
+        (pa.array([1.5]), pa.array([2])),
+        (pa.array([[1]]), pa.array([[2]], pa.large_list(pa.int64()))),
+        (pa.array(["a"]), pa.array([None])),
+        (pa.array([{"x": 1, "y": "a"}]), pa.array([{"x": 2}])),
+    ],
+)
+def test_parquet_files_of_the_same_kinds_of_values_are_read(tmp_path, first, then):
+    (folder := tmp_path / "data").mkdir()
+    for name, values in (("a", first), ("b", then)):
+        pq.write_table(pa.table({"prompt": ["What?"], "answer": values}), folder / f"train-{name}.parquet")
+    expected = [*first.to_pylist(), *then.to_pylist()]
+    for read in (load_rows(str(folder), "train"), files.Rows(files._load_hub(str(folder), "train"))):
+        found = read.column("answer")
+        assert [{k: v for k, v in each.items() if v} if isinstance(each, dict) else each for each in found] == expected
 
 
 def test_files_of_several_formats_are_refused(tmp_path):

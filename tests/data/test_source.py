@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets as hf
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -761,6 +764,26 @@ def test_a_script_in_a_datasets_folder_does_not_run(tmp_path):
     (folder / "train.jsonl").write_text('{"problem": "a"}\n')
     assert len(load_tasks(Data(path=str(folder), columns={"prompt": "problem"}))) == 1
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        A,
+        [A, B],
+        {"bytes": A},
+        "data:image/png;base64," + base64.b64encode(A).decode(),
+        base64.b64encode(A).decode(),
+        "https://example.org/a",
+        "https://example.org/a.jpg?size=8",
+    ],
+    ids=["bytes", "list", "struct", "data URI", "base64", "URL", "URL of a file"],
+)
+def test_images_of_each_form_that_no_prompt_shows_are_warned_of(tmp_path, cell):
+    """Of bytes, as many parquet files hold them, of base64 and of URLs nothing was said: they were trained without."""
+    pq.write_table(pa.table({"prompt": ["x"], "image": [cell]}), tmp_path / "a.parquet")
+    (warning,) = load_tasks(Data(str(tmp_path / "a.parquet"))).warnings
+    assert warning.startswith("column 'image' holds images that no prompt shows: map it to images with data.columns")
 
 
 def test_images_that_no_prompt_shows_are_warned_of(tmp_path):

@@ -10,14 +10,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets as hf
 
 from vlmrl.config.code import local_data, places
 from vlmrl.data.archives import refuse_links
+from vlmrl.data.parquet_types import check_same_kinds
 from vlmrl.data.row_images import IMAGE_SUFFIXES, json_as_written
-from vlmrl.data.text_rows import JSON, load_texts, reader_errors
+from vlmrl.data.text_rows import JSON, load_texts, reader_errors, stamps_of
 from vlmrl.utils.json_files import read_object
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -154,17 +156,36 @@ def _load_hub(path: str, split: str) -> hf.Dataset:
         builder = hf.load_dataset_builder(path)
         own = builder.config.data_files or {}
         names = {kind.__name__ for kind in type(builder).__mro__}
-        is_json, is_csv = "Json" in names, "Csv" in names and _has_no_options(builder.config)
-        if not (is_json or is_csv) or builder.info.features is not None or _base(split) not in own:
+        kind = next((name.lower() for name in ("Json", "Csv", "Parquet") if name in names), "")
+        is_read = kind and (kind != "csv" or _has_no_options(builder.config))
+        if not is_read or _base(split) not in own or _declares_types(path, builder):
             return hf.load_dataset(path, split=split)
         manager = hf.DownloadManager()
-        files = manager.iter_files(manager.download_and_extract(own[_base(split)]))
-        rows = load_texts(list(map(Path, files)), "json" if is_json else "csv")
-        return _rows_of_split({_base(split): rows}, split)
+        needed = [_base(split)]
+        if kind == "parquet":  # all splits get the types of the first one
+            needed.insert(0, str(next(iter(own))))
+        files = [
+            Path(file)
+            for name in dict.fromkeys(needed)
+            for file in manager.iter_files(manager.download_and_extract(own[name]))
+        ]
+        if kind == "parquet":
+            with reader_errors(files):
+                check_same_kinds(files)
+            return hf.load_dataset(path, split=split)
+        return _rows_of_split({_base(split): load_texts(files, kind)}, split)
     except OSError as error:  # not found, offline, not allowed: all of them are OSErrors
         looked = ", ".join(map(str, places(path)))
         message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
         raise ValueError(message) from error
+
+
+def _declares_types(path: str, builder: hf.DatasetBuilder) -> bool:
+    """Whether a dataset names its columns' types. If it was loaded before, its builder has those that `datasets` found then."""
+    if builder.info.features is None:
+        return False
+    with TemporaryDirectory() as empty:
+        return hf.load_dataset_builder(path, cache_dir=empty).info.features is not None
 
 
 def _has_no_options(config: Any) -> bool:
@@ -299,11 +320,15 @@ def _load_files(paths: list[Path], split: str) -> hf.Dataset:
         return _rows_of_split({_base(split): load_texts(paths, kind)}, split)
     files = {_base(split): [str(path) for path in paths]}
     with reader_errors(paths):
-        return hf.load_dataset(kind, data_files=files, split=split)
+        check_same_kinds(paths)
+        stamp = hashlib.blake2b(repr(stamps_of(paths)).encode(), digest_size=16).hexdigest()
+        return hf.load_dataset(kind, name=stamp, data_files=files, split=split)
 
 
 def _words(path: str) -> set[str]:
-    return set(re.split(r"[-_./]", path.lower()))
+    """The words of a path, in lower case: ``geoTrain/val2014.json`` has `geo`, `train`, `val`, `val2014` and `json`."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", path)
+    return {*re.split(r"[-_./]", path.lower()), *(word.lower().removesuffix("set") for word in words)}
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:

@@ -127,6 +127,8 @@ TEMPLATED = re.compile(
     r"\s*(<\|(im_start|start_header_id|begin_of_text|system|user)\|>|<start_of_turn>|<bos>|(<s>\s*)?\[INST\]|\[gMASK\]|<｜)"
 )
 """How a prompt begins that is written in a chat template."""
+ENCODED = re.compile(r"https?://|data:image/|iVBORw0KGgo|/9j/|UklGR|R0lGOD")
+"""How a text begins that is the address of an image, or the base64 of a PNG, JPEG, WebP or GIF file."""
 EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains the answer"}
 """What it means that a row has no prompt, or no answer."""
 
@@ -224,7 +226,7 @@ def holds_images(column: str) -> bool:
 
 
 def _unshown_images(rows: Rows, prompt: str | None) -> str | None:
-    """The first column that is called as those of images are, and whose first cell is an encoded image or the path of one.
+    """The first column that is called as those of images are, and whose first cell is an encoded image, or the path or URL of one.
 
     None where prompts are conversations, which may have images of their own.
     """
@@ -233,8 +235,9 @@ def _unshown_images(rows: Rows, prompt: str | None) -> str | None:
     for name in filter(holds_images, rows.columns):
         value = rows.first(name) if "." not in name else None
         value = next(iter(value), None) if isinstance(value, list) else value
-        is_path = isinstance(value, str) and Path(value).suffix.lower() in IMAGE_SUFFIXES
-        if is_path or (isinstance(value, dict) and {"bytes", "path"} <= value.keys()):
+        if isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value):
+            return name
+        if isinstance(value, str) and (Path(value).suffix.lower() in IMAGE_SUFFIXES or ENCODED.match(value)):
             return name
     return None
 

@@ -38,11 +38,14 @@ def load_texts(paths: list[Path], kind: str) -> hf.Dataset:
     if not kinds:
         raise ValueError(f"data.path cannot be read: {', '.join(map(str, paths))} is empty.")
     features = hf.Features({name: _feature(found - {type(None)}) for name, found in kinds.items()})
-    # For the cache of `datasets`, which does not read the files. A file may be replaced by one of the same time of writing.
-    stamps = [(stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for stat in map(Path.stat, paths)]
-    given = {"paths": tuple(map(str, paths)), "stamps": tuple(stamps), "features": features, "kind": kind}
+    given = {"paths": tuple(map(str, paths)), "stamps": stamps_of(paths), "features": features, "kind": kind}
     with reader_errors(paths):
         return hf.Dataset.from_generator(_cells, features, gen_kwargs=given, writer_batch_size=64)
+
+
+def stamps_of(paths: list[Path]) -> tuple[tuple[int, int, int], ...]:
+    """What changes if a file is replaced, also by one of the same time of writing, for the cache of `datasets`."""
+    return tuple((stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for stat in map(Path.stat, paths))
 
 
 @contextmanager
