@@ -52,6 +52,9 @@ def test_a_run_that_gets_more_steps_keeps_the_evaluations_of_its_last_one(tmp_pa
         train=Train(steps=2, groups_per_batch=1),
     )
     run_training(config)
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        with (config.folder / name).open("ab") as file:
+            file.write(b"\0\0\n")  # of a step that was not finished when the machine lost power
     run_training(replace(config, train=replace(config.train, steps=3)), resume=True)
     rows = read_rows(config.folder / "metrics.jsonl")
     kinds = [next((kind for kind in ("eval", "blanked") if f"{kind}/tasks" in row), "train") for row in rows]

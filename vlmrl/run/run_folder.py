@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,13 @@ def _with_last_evaluation(config: Config, state: LoopState) -> Mapping[str, int]
 
     def keep(name: str, kind_of: Callable[[dict[str, Any]], str | None]) -> set[str]:
         kept = set[str]()
-        for line in JsonLinesTail(config.folder / name, sizes.get(name, 0)).lines():
-            kind = kind_of(line.value)
-            if line.value.get("step") != state.step or kind is None:
-                break
-            kept.add(kind)
-            sizes[name] = line.start + line.size
+        with suppress(ValueError):  # a damaged line, of a machine that lost power, is removed
+            for line in JsonLinesTail(config.folder / name, sizes.get(name, 0)).lines():
+                kind = kind_of(line.value)
+                if line.value.get("step") != state.step or kind is None:
+                    break
+                kept.add(kind)
+                sizes[name] = line.start + line.size
         return kept
 
     kinds = keep("metrics.jsonl", lambda row: next((kind for kind in EVALUATED if f"{kind}/tasks" in row), None))
