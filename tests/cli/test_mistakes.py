@@ -184,7 +184,7 @@ TWO_MARKS = {"prompt": "<image> or <image>?", "images": ["red.png"], "answer": "
         (
             {"prompt": "Ask", "answer": "a"},
             ["--rollout.max-tokens", "2", "--rollout.max-response-tokens", "1"],
-            "tokens, and rollout.max_tokens is 2. `vlmrl data",
+            "tokens or more, and rollout.max_tokens is 2. `vlmrl data",
         ),
     ],
 )

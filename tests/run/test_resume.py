@@ -4,9 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 from testing.runs import short_quickstart
 
+from vlmrl import Config, Data, Model, Rollout, Train
 from vlmrl.config import Checkpoint, Eval, WarmStart
+from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
 
 
@@ -24,3 +27,39 @@ def test_without_a_checkpoint_a_resumed_run_starts_over(tmp_path, capsys):
     run_training(replace(config, train=replace(config.train, steps=2)), resume=True)
     said = capsys.readouterr().out
     assert "nothing is left to train: the run has 2 of 2 steps; raise train.steps" in said and "resumed" not in said
+
+
+def tasks(index, seed):
+    return {"prompt": "Say something.", "images": [Image.new("RGB", (32, 32), (index % 256, 0, 0))]}
+
+
+def length(text, task):
+    return len(text) / 100
+
+
+@pytest.mark.slow
+def test_a_run_that_gets_more_steps_keeps_the_evaluations_of_its_last_one(tmp_path):
+    """They come after the checkpoint of the last step, and are not repeated: their rows and trajectories were removed."""
+    config = Config(
+        name="say",
+        output_dir=str(tmp_path),
+        model=Model(path="tiny:qwen3_vl", device="cpu"),
+        data=Data(generator=tasks, size=16, held_out=2),
+        reward=length,
+        rollout=Rollout(group_size=2, max_turns=1, max_response_tokens=4, max_tokens=128),
+        eval=Eval(blank_images=True),
+        checkpoint=Checkpoint(every=1),
+        train=Train(steps=2, groups_per_batch=1),
+    )
+    run_training(config)
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        with (config.folder / name).open("ab") as file:
+            file.write(b"\0\0\n")  # of a step that was not finished when the machine lost power
+    run_training(replace(config, train=replace(config.train, steps=3)), resume=True)
+    rows = read_rows(config.folder / "metrics.jsonl")
+    kinds = [next((kind for kind in ("eval", "blanked") if f"{kind}/tasks" in row), "train") for row in rows]
+    steps = [(row["step"], kind) for row, kind in zip(rows, kinds, strict=True)]
+    first = [(0, "eval"), (1, "train"), (2, "train"), (2, "eval"), (2, "blanked")]
+    assert steps == [*first, (3, "train"), (3, "eval"), (3, "blanked")]
+    played = [(row["step"], row["kind"]) for row in read_rows(config.folder / "trajectories.jsonl")]
+    assert played == [step for step in steps for _ in range(2)]

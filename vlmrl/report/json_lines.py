@@ -25,11 +25,12 @@ class JsonLinesTail:
     """The complete lines that were appended to a file since the last call of :meth:`lines`.
 
     A line that is still being written is left for the next call. A file that does not exist yet has no lines.
+    ``start`` is the byte where the first line begins.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, start: int = 0) -> None:
         self.path = path
-        self._end = 0  # of what was read, in bytes
+        self._end = start  # of what was read, in bytes
         self._last = b""  # the last line that was read: another one in its place means that the file was written again
 
     def is_rewritten(self) -> bool:

@@ -22,19 +22,12 @@ async def saved_at_the_end(
     with reserved_files() as reserve:
         try:
             yield
-        except RunStopped:
-            reserve.close()
-            try:
-                if not run.config.checkpoint.every:
-                    # SIGTERM may leave too few seconds for the checkpoint, which comes last then.
-                    await recorder.finish()
-            finally:
-                if trainer.is_started:
-                    await save_stopped(run, trainer, state, progress)
-            await recorder.finish()
-            raise
         except BaseException as error:
             reserve.close()
-            await save_after_failure(run, trainer, state, progress, error)
+            if not isinstance(error, RunStopped):
+                await save_after_failure(run, trainer, state, progress, error)
+            elif trainer.is_started:
+                await save_stopped(run, trainer, state, progress)
+            # Last: SIGTERM leaves few seconds, and the page of a long run takes more.
             await recorder.finish()
             raise

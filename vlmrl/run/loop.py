@@ -79,12 +79,12 @@ async def train(
             finally:
                 await evaluator.cancel()
                 await buffer.close()
-            await recorder.finish()
+            await stop.interruptible(recorder.finish())
             await loop.evaluate_trained()
     save_summary(run, state)
-    await recorder.finish()  # again, as the evaluations are on the curve
     if config.save_model:
         await save_model(run, run.trainer)
+    await recorder.finish()  # again, as the evaluations are on the curve
     return state.summary
 
 

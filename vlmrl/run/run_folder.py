@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from vlmrl.config.checks import refuse_if
 from vlmrl.config.saved import read_settings
 from vlmrl.model.loading import shapes_of
 from vlmrl.model.policy import Policy
+from vlmrl.report.json_lines import JsonLinesTail
 from vlmrl.report.launch_command import resume_command
 from vlmrl.report.records import changed_settings, plain
 from vlmrl.report.run_log import RunLog, check_sizes, read_rows
@@ -31,6 +32,7 @@ from vlmrl.utils.output_files import remove_folder
 from vlmrl.utils.require import require
 
 TRACKER_FOLDERS = ("trackers", "tensorboard")
+EVALUATED = ("eval", "blanked")  # kinds of evaluations
 
 
 def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
@@ -40,8 +42,8 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
         ValueError: the checkpoint is of another model, or the log is shorter than it was.
     """
     state = LoopState.load(checkpoint)
-    sizes, stage = state.log, state.stage
-    check_sizes(config.folder, sizes)
+    stage = state.stage
+    check_sizes(config.folder, state.log)
     is_on = {"warm_start": bool(config.warm_start.steps), "sft": bool(config.sft.data), "train": True}
     setting = {"warm_start": "warm_start.steps", "sft": "sft.data"}.get(stage, stage)
     rule = f"set to resume from {checkpoint}, which is in that stage: repeat the options of the run"
@@ -63,6 +65,28 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
         )
     check_tensors(checkpoint, _trained_shapes(config), KINDS if stage == "train" else KINDS[:1])  # without references
     check_random(checkpoint)
+    return _with_last_evaluation(config, state)
+
+
+def _with_last_evaluation(config: Config, state: LoopState) -> Mapping[str, int]:
+    """The sizes of the log's files, with the evaluations after the last step of a run that now has more steps: none is repeated."""
+    if state.stage != "train" or not state.evaluated or state.step >= config.train.steps:
+        return state.log
+    sizes = dict(state.log)
+
+    def keep(name: str, kind_of: Callable[[dict[str, Any]], str | None]) -> set[str]:
+        kept = set[str]()
+        with suppress(ValueError):  # a damaged line, of a machine that lost power, is removed
+            for line in JsonLinesTail(config.folder / name, sizes.get(name, 0)).lines():
+                kind = kind_of(line.value)
+                if line.value.get("step") != state.step or kind is None:
+                    break
+                kept.add(kind)
+                sizes[name] = line.start + line.size
+        return kept
+
+    kinds = keep("metrics.jsonl", lambda row: next((kind for kind in EVALUATED if f"{kind}/tasks" in row), None))
+    keep("trajectories.jsonl", lambda record: record.get("kind") if record.get("kind") in kinds else None)
     return sizes
 
 
@@ -99,7 +123,11 @@ def describe_changes(folder: Path, config: Config) -> list[str]:
 
 def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     settings = read_settings(folder)
-    return {} if settings is None else changed_settings(settings, plain(config))
+    if settings is None:
+        return {}
+    return changed_settings(
+        {**settings, "output_dir": config.output_dir}, plain(config)
+    )  # the folder may have been moved
 
 
 @contextmanager

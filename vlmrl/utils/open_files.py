@@ -29,5 +29,10 @@ def reserved_files() -> ExitStack:
     reserve = ExitStack()
     with suppress(OSError):  # all are used up already
         for _ in range(RESERVED):
-            reserve.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            reserve.callback(_close, os.open(os.devnull, os.O_RDONLY))
     return reserve
+
+
+def _close(handle: int) -> None:
+    with suppress(OSError):  # an env has closed it
+        os.close(handle)

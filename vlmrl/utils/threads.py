@@ -36,6 +36,15 @@ _BUSY: set[threading.Thread] = set()
 _ENDING = threading.Event()  # the interpreter ends: threads take no more calls
 
 
+def check_not_forked(process: int) -> None:
+    """Raises RuntimeError in a fork of the ``process`` that started the threads to call: they are missing here, and never answer."""
+    if os.getpid() != process:
+        raise RuntimeError(
+            "vlmrl cannot work in a process that is forked after vlmrl has worked in its parent, as its threads are missing: start "
+            "the process by multiprocessing.get_context('spawn') or as a program of its own."
+        )
+
+
 class DaemonPool:
     """``size`` daemon threads that take calls from one queue. With size 1, calls run one by one, in order, in the same thread."""
 
@@ -45,6 +54,7 @@ class DaemonPool:
         )
         self._name = name
         self._size = 0
+        self._process = os.getpid()
         for _ in range(size):
             self.add_thread()
 
@@ -58,6 +68,7 @@ class DaemonPool:
         self._queue.put(None)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        check_not_forked(self._process)
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # no longer cancellable: every queued call is made
         self._queue.put((future, function, args))
@@ -105,15 +116,18 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(DaemonExecutor())
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._work, name=f"vlmrl-{name}", daemon=True)
         self._thread.start()
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await ``coroutine`` from another loop. Cancelling the caller cancels it."""
+        self._check(coroutine)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
     def wait(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run ``coroutine`` and block until it ends. After ``timeout`` seconds, cancel it and raise TimeoutError."""
+        self._check(coroutine)
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout)
@@ -125,6 +139,13 @@ class LoopThread:
         """Cancel the running tasks and end the thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=10)
+
+    def _check(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        try:
+            check_not_forked(self._process)
+        except RuntimeError:
+            coroutine.close()
+            raise
 
     def _work(self) -> None:
         asyncio.set_event_loop(self.loop)
