@@ -66,4 +66,4 @@ def test_a_disk_that_is_full_keeps_the_error(tmp_path):
 
 
 def test_defaults_are_not_listed():
-    assert changed_from_defaults(Config()) == []
+    assert changed_from_defaults(Config(output_dir="/home/me/runs")) == []

@@ -19,6 +19,7 @@ from testing.runs import short_quickstart
 from vlmrl.config import Checkpoint, Config, Data, Eval, Lora, Model, Report, Teacher, Train, WarmStart
 from vlmrl.model.tiny import build
 from vlmrl.report.launch_command import resume_command, write_command
+from vlmrl.report.records import plain
 from vlmrl.report.trackers import TRACKERS, Tracker
 from vlmrl.run import program
 from vlmrl.run.checkpointing import LoopState, best_reward, save_model, save_summary, write_checkpoint
@@ -26,6 +27,7 @@ from vlmrl.run.program import run_training
 from vlmrl.run.run_folder import (
     check_is_no_other,
     check_resume,
+    describe_changes,
     earlier_run_set_aside,
     has_finished,
     newest_weights,
@@ -407,3 +409,9 @@ def test_adapters_are_not_resumed_with_another_scale(tmp_path):
     with pytest.raises(ValueError, match=r"model\.lora\.alpha must be 32, as until .*step000001, but it is 64"):
         run_training(other, resume=True)
     assert files(config.folder) == before
+
+
+def test_a_moved_folder_is_no_changed_setting(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(plain(Config(output_dir="runs"))))
+    assert describe_changes(tmp_path, Config(output_dir=str(tmp_path.parent))) == []
+    assert describe_changes(tmp_path, Config(output_dir="runs", seed=3)) == ["          seed is now 3, and was 0"]
