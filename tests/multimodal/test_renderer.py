@@ -507,6 +507,9 @@ def test_of_a_text_that_is_far_too_long_the_beginning_alone_is_encoded(shared, m
         with pytest.raises(TooLongError, match=r"the text has at least \d{4} tokens"):
             render([user("the log of a server\n" * 10_000)], limit=1000)
     assert max(encoded) <= 16_000
+    with pytest.raises(TooLongError):  # a beginning of few tokens
+        renderer.inline([user(" " * 20_000 + "the log of a server\n" * 20_000)], limit=1000)
+    assert max(encoded) <= 64_000
     spaces = [user(" " * 100_000)]  # 128 of them are one token
     assert renderer.inline(spaces, limit=1000).token_ids == renderer.inline(spaces).token_ids
 
