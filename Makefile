@@ -68,7 +68,7 @@ $(VLLM_STAMP): pyproject.toml
 test-vllm: $(VLLM_STAMP)
 	PYTHONPATH=tests/vllm/shim OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm --durations 10
 
-# Both, and SGLang's environment is made meanwhile. The servers themselves need too much memory to run beside each other.
+# Both, and SGLang's environment is made while vLLM's tests run. The servers themselves need too much memory to run beside each other.
 test-servers:
 	$(MAKE) --keep-going --jobs 2 test-vllm $(SGLANG_STAMP); vllm=$$?; $(MAKE) test-sglang && exit $$vllm
 

@@ -229,7 +229,7 @@ def _load_saved(folder: Path) -> hf.Dataset | hf.DatasetDict:
 
 def _check_only_split(path: Path, split: str) -> None:
     """Raises ValueError for ``test`` of ``rows.jsonl``, which would be all of its rows; ``validation`` of ``validation.jsonl`` is."""
-    if (name := _base(split)) != "train" and name not in re.split(r"[-_.]", path.name):
+    if (name := _base(split)) != "train" and name.lower() not in _words(path.name):
         raise ValueError(
             f"data.split {split!r}: {path} has one split, whose name is train: take a part of it, such as train[:100] or "
             "train[100:], or hold rows out with data.held_out."
@@ -327,7 +327,7 @@ def _load_files(paths: list[Path], split: str) -> hf.Dataset:
 
 def _words(path: str) -> set[str]:
     """The words of a path, in lower case: ``geoTrain/val2014.json`` has `geo`, `train`, `val`, `val2014` and `json`."""
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", path)
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", path) + re.findall(r"[a-z]+", path.lower())
     return {*re.split(r"[-_./]", path.lower()), *(word.lower().removesuffix("set") for word in words)}
 
 

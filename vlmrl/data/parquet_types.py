@@ -13,7 +13,8 @@ _KINDS = {
     "bytes": (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_fixed_size_binary),
     "truth values": (pa.types.is_boolean,),
     "numbers": (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal),
-    "times": (pa.types.is_temporal,),
+    "dates": (pa.types.is_date,),
+    "times": (pa.types.is_timestamp,),
 }
 
 

@@ -24,10 +24,11 @@ async def saved_at_the_end(
             yield
         except BaseException as error:
             reserve.close()
-            if not isinstance(error, RunStopped):
-                await save_after_failure(run, trainer, state, progress, error)
-            elif trainer.is_started:
-                await save_stopped(run, trainer, state, progress)
-            # Last: SIGTERM leaves few seconds, and the page of a long run takes more.
-            await recorder.finish()
+            try:
+                if not isinstance(error, RunStopped):
+                    await save_after_failure(run, trainer, state, progress, error)
+                elif trainer.is_started:
+                    await save_stopped(run, trainer, state, progress)
+            finally:  # last: SIGTERM leaves few seconds, and the page of a long run takes more
+                await recorder.finish()
             raise

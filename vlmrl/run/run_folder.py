@@ -70,7 +70,8 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
 
 def _with_last_evaluation(config: Config, state: LoopState) -> Mapping[str, int]:
     """The sizes of the log's files, with the evaluations after the last step of a run that now has more steps: none is repeated."""
-    if state.stage != "train" or not state.evaluated or state.step >= config.train.steps:
+    earlier = (read_settings(config.folder) or {}).get("train", {}).get("steps")
+    if state.stage != "train" or not state.evaluated or earlier != state.step or earlier >= config.train.steps:
         return state.log
     sizes = dict(state.log)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 MARK = "VLMRL_PROCESS_MARK"
 KILL_SECONDS = 5.0  # a process that waits for a disk or a file server does not end before that
-LOOKS = 100  # at least, on a machine that stands still for seconds
+LOOKS = 100  # before it gives up, on a machine that stands still for seconds
 ENVIRONMENT = slice(47, 49)  # the fields of /proc/PID/stat from its state on that say where it begins and ends
 
 
