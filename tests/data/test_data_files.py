@@ -391,6 +391,7 @@ def test_a_file_to_evaluate_on_is_not_trained_on(tmp_path, names):
         ("geoTrain.jsonl", "geoTest.jsonl"),
         ("trainset.jsonl", "testset.jsonl"),
         ("VQA_TRAIN2.jsonl", "VQA_TESTSet2.jsonl"),
+        ("TRAINset.jsonl", "TESTset.jsonl"),
     ],
 )
 def test_words_for_splits_are_found_beside_digits_and_in_compounds(tmp_path, train, other):

@@ -11,6 +11,7 @@ from vlmrl import Config, Data, Model, Rollout, Train
 from vlmrl.config import Checkpoint, Eval, WarmStart
 from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
+from vlmrl.run.stopping import StopRequest
 
 
 @pytest.mark.slow
@@ -63,3 +64,24 @@ def test_a_run_that_gets_more_steps_keeps_the_evaluations_of_its_last_one(tmp_pa
     assert steps == [*first, (3, "train"), (3, "eval"), (3, "blanked")]
     played = [(row["step"], row["kind"]) for row in read_rows(config.folder / "trajectories.jsonl")]
     assert played == [step for step in steps for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_early_and_goes_on_has_each_evaluation_once(tmp_path):
+    config = Config(
+        name="say",
+        output_dir=str(tmp_path),
+        model=Model(path="tiny:qwen3_vl", device="cpu"),
+        data=Data(generator=tasks, size=16, held_out=2),
+        reward=length,
+        rollout=Rollout(group_size=2, max_turns=1, max_response_tokens=4, max_tokens=128),
+        eval=Eval(every=1),
+        checkpoint=Checkpoint(every=1),
+        train=Train(steps=2, groups_per_batch=1),
+    )
+    stop = StopRequest()
+    stop.early = True
+    run_training(config, stop=stop)
+    run_training(config, resume=True)
+    rows = read_rows(config.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/tasks" in row] == [0, 1, 2]
