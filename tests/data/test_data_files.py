@@ -18,6 +18,7 @@ from PIL import Image
 from vlmrl.config import Data
 from vlmrl.data import files, load_tasks
 from vlmrl.data.files import load_rows
+from vlmrl.data.parquet_types import check_same_kinds
 
 
 @pytest.fixture(autouse=True)
@@ -417,6 +418,7 @@ def test_a_split_may_have_a_name_with_digits(tmp_path):
         ("yes", True, "answer"),
         (0.5, "1e5", "answer"),
         ("a", datetime(2020, 1, 1), "answer"),
+        (datetime(2020, 1, 1).date(), datetime(2020, 1, 2, 5, 6), "answer"),
         (True, 7, "answer"),
         ([7], ["007"], "answer[]"),
         ({"truth": [{"x": 7}]}, {"truth": [{"x": "007"}]}, "answer.truth[].x"),
@@ -449,6 +451,12 @@ def test_a_dataset_of_the_hub_that_datasets_has_loaded_before_is_read_as_it_is_w
     )
     (folder / "README.md").write_text(f"---\n{declared}\n---\n")
     assert files._load_hub(str(folder), "train").features["answer"] == hf.Value("large_string")
+
+
+def test_a_dotted_column_beside_a_field_of_that_path_is_another_one(tmp_path):
+    table = pa.table({"prompt": ["a"], "answer": [{"truth": "x"}], "answer.truth": [7]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    check_same_kinds([tmp_path / "train.parquet"])
 
 
 def test_a_split_of_the_hub_has_the_types_of_its_own_files(tmp_path):

@@ -38,20 +38,24 @@ def length(text, task):
     return len(text) / 100
 
 
-@pytest.mark.slow
-def test_a_run_that_gets_more_steps_keeps_the_evaluations_of_its_last_one(tmp_path):
-    """They come after the checkpoint of the last step, and are not repeated: their rows and trajectories were removed."""
-    config = Config(
+def evaluated(folder, evaluation):
+    return Config(
         name="say",
-        output_dir=str(tmp_path),
+        output_dir=str(folder),
         model=Model(path="tiny:qwen3_vl", device="cpu"),
         data=Data(generator=tasks, size=16, held_out=2),
         reward=length,
         rollout=Rollout(group_size=2, max_turns=1, max_response_tokens=4, max_tokens=128),
-        eval=Eval(blank_images=True),
+        eval=evaluation,
         checkpoint=Checkpoint(every=1),
         train=Train(steps=2, groups_per_batch=1),
     )
+
+
+@pytest.mark.slow
+def test_a_run_that_gets_more_steps_keeps_the_evaluations_of_its_last_one(tmp_path):
+    """They come after the checkpoint of the last step, and are not repeated: their rows and trajectories were removed."""
+    config = evaluated(tmp_path, Eval(blank_images=True))
     run_training(config)
     for name in ("metrics.jsonl", "trajectories.jsonl"):
         with (config.folder / name).open("ab") as file:
@@ -68,17 +72,7 @@ def test_a_run_that_gets_more_steps_keeps_the_evaluations_of_its_last_one(tmp_pa
 
 @pytest.mark.slow
 def test_a_run_that_ended_early_and_goes_on_has_each_evaluation_once(tmp_path):
-    config = Config(
-        name="say",
-        output_dir=str(tmp_path),
-        model=Model(path="tiny:qwen3_vl", device="cpu"),
-        data=Data(generator=tasks, size=16, held_out=2),
-        reward=length,
-        rollout=Rollout(group_size=2, max_turns=1, max_response_tokens=4, max_tokens=128),
-        eval=Eval(every=1),
-        checkpoint=Checkpoint(every=1),
-        train=Train(steps=2, groups_per_batch=1),
-    )
+    config = evaluated(tmp_path, Eval(every=1))
     stop = StopRequest()
     stop.early = True
     run_training(config, stop=stop)

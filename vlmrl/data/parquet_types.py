@@ -23,28 +23,28 @@ def check_same_kinds(paths: Iterable[Path]) -> None:
 
     ``datasets`` gives the values of all files the types of the first one: it makes 7 of "007", and "true" of True.
     """
-    first: dict[str, tuple[str, Path]] = {}
+    first: dict[tuple[str, ...], tuple[str, Path]] = {}
     for path in paths:
         for field in pq.read_schema(path):
-            for name, kind in _kinds(field.name, field.type):
-                known, earlier = first.setdefault(name, (kind, path))
+            for place, kind in _kinds((field.name,), field.type):
+                known, earlier = first.setdefault(place, (kind, path))
                 if kind != known:
                     raise ValueError(
-                        f"column {name!r} must have one type in all files, but it has {known} in {earlier}, and {kind} in {path}: "
-                        "write it as texts in each, for example"
+                        f"column {'.'.join(place)!r} must have one type in all files, but it has {known} in {earlier}, and {kind} in "
+                        f"{path}: write it as texts in each, or remove it, for example"
                     )
 
 
-def _kinds(name: str, of: pa.DataType) -> Iterator[tuple[str, str]]:
-    """The kinds of a column's values: ``("answer", "objects"), ("answer.truth", "lists"), ("answer.truth[]", "numbers")``."""
+def _kinds(place: tuple[str, ...], of: pa.DataType) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The kinds of the values at a place: ``(("answer",), "objects"), (("answer", "truth"), "numbers")``."""
     if pa.types.is_dictionary(of):
         of = of.value_type
     if pa.types.is_struct(of):
-        yield name, "objects"
+        yield place, "objects"
         for field in of:
-            yield from _kinds(f"{name}.{field.name}", field.type)
+            yield from _kinds((*place, field.name), field.type)
     elif pa.types.is_list(of) or pa.types.is_large_list(of) or pa.types.is_fixed_size_list(of):
-        yield name, "lists"
-        yield from _kinds(f"{name}[]", of.value_type)
+        yield place, "lists"
+        yield from _kinds((*place[:-1], f"{place[-1]}[]"), of.value_type)
     elif not pa.types.is_null(of):
-        yield name, next((kind for kind, tests in _KINDS.items() if any(test(of) for test in tests)), str(of))
+        yield place, next((kind for kind, tests in _KINDS.items() if any(test(of) for test in tests)), str(of))

@@ -82,9 +82,11 @@ async def train(
             await stop.interruptible(recorder.finish())
             await loop.evaluate_trained()
     save_summary(run, state)
-    if config.save_model:
-        await save_model(run, run.trainer)
-    await recorder.finish()  # again, as the evaluations are on the curve
+    try:
+        if config.save_model:
+            await save_model(run, run.trainer)
+    finally:
+        await recorder.finish()  # again, as the evaluations are on the curve
     return state.summary
 
 
