@@ -459,6 +459,13 @@ def test_a_dotted_column_beside_a_field_of_that_path_is_another_one(tmp_path):
     check_same_kinds([tmp_path / "train.parquet"])
 
 
+def test_texts_that_are_written_as_a_dictionary_are_compared_too(tmp_path):
+    for name, values in (("a", pa.array(["007"]).dictionary_encode()), ("b", pa.array([7]))):
+        pq.write_table(pa.table({"answer": values}), tmp_path / name)
+    with pytest.raises(ValueError, match=r"it has texts in .*a, and numbers in .*b"):
+        check_same_kinds([tmp_path / "a", tmp_path / "b"])
+
+
 def test_a_split_of_the_hub_has_the_types_of_its_own_files(tmp_path):
     """It got those of the first split: answers to evaluate on were 7 instead of "007"."""
     (folder := tmp_path / "data").mkdir()

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from vlmrl.config import Model
 from vlmrl.model import tiny
 from vlmrl.model.loading import image_processor_of, largest_image_of, load_model, load_reader, on_host
+from vlmrl.model.model_files import load_video_processor
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -106,6 +107,23 @@ def test_a_processor_saves_no_file_elsewhere(qwen3_vl, tmp_path):
     private.write_text("a line of a key")
     change_processor(folder, "video", **PRIVATE, font=str(private), size={"shortest_edge": 1, "longest_edge": 2**16})
     with pytest.raises(ValueError, match=r"video_processor_type in its processor_config\.json must be .*'Ernie4_5_VLM"):
+        load_reader(Model(path=str(folder)), tmp_path)
+
+
+def test_a_video_processor_in_a_file_of_its_own_saves_no_file_elsewhere(qwen3_vl, tmp_path):
+    folder = copied(qwen3_vl, tmp_path / "model")
+    settings = json.loads((folder / "processor_config.json").read_text())
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings.pop("video_processor") | PRIVATE))
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"video_processor_type in its video_preprocessor_config\.json must be"):
+        load_video_processor(str(folder))
+
+
+def test_an_older_name_of_a_processor_of_another_model_is_refused(qwen3_vl, tmp_path):
+    """transformers makes `Idefics3ImageProcessor` of it."""
+    folder = copied(qwen3_vl, tmp_path / "model")
+    change_processor(folder, "image", feature_extractor_type="Idefics3FeatureExtractor")
+    with pytest.raises(ValueError, match=r"feature_extractor_type in its processor_config\.json must be"):
         load_reader(Model(path=str(folder)), tmp_path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from vlmrl.utils.output_files import remove_folder
 from vlmrl.utils.require import require
 
 TRACKER_FOLDERS = ("trackers", "tensorboard")
-EVALUATED = ("eval", "blanked")  # kinds of evaluations
 
 
 def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
@@ -69,25 +68,15 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
 
 
 def _with_last_evaluation(config: Config, state: LoopState) -> Mapping[str, int]:
-    """The sizes of the log's files, with the evaluations after the last step of a run that now has more steps: none is repeated."""
+    """The sizes of the log's files. Those of a finished run that now has more steps include the evaluations after its last one."""
     earlier = (read_settings(config.folder) or {}).get("train", {}).get("steps")
     if state.stage != "train" or not state.evaluated or earlier != state.step or earlier >= config.train.steps:
         return state.log
     sizes = dict(state.log)
-
-    def keep(name: str, kind_of: Callable[[dict[str, Any]], str | None]) -> set[str]:
-        kept = set[str]()
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
         with suppress(ValueError):  # a damaged line, of a machine that lost power, is removed
-            for line in JsonLinesTail(config.folder / name, sizes.get(name, 0)).lines():
-                kind = kind_of(line.value)
-                if line.value.get("step") != state.step or kind is None:
-                    break
-                kept.add(kind)
+            for line in JsonLinesTail(config.folder / name, sizes[name]).lines():
                 sizes[name] = line.start + line.size
-        return kept
-
-    kinds = keep("metrics.jsonl", lambda row: next((kind for kind in EVALUATED if f"{kind}/tasks" in row), None))
-    keep("trajectories.jsonl", lambda record: record.get("kind") if record.get("kind") in kinds else None)
     return sizes
 
 
