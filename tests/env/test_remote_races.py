@@ -157,6 +157,7 @@ def test_a_session_that_is_closed_during_a_call_closes_its_env_once(kind: Any, n
         Mine.gate.set()
         assert call.result().status_code == 500 and "session s was closed" in call.result().text
         wait_until(lambda: not [e for e in {*threading.enumerate()} - earlier if e.name.startswith("vlmrl-env-")])
+        wait_until(lambda: Mine.closed)  # an async close outlives the env's thread
     assert Mine.closed == Mine.opened and len(Mine.opened) == 1
 
 
