@@ -256,7 +256,7 @@ class Train(Settings):
     Unset: True on a GPU, False on a CPU."""
     compile_layers: bool = False
     """Compile the decoder's layers by torch.compile in the trainer: fewer kernels, compiled in the first step.
-    Try it for long runs on GPUs: of a 2B on an H100, a step was a tenth faster. The embedded engine samples with the layers as they are."""
+    For long runs on GPUs: a step of a 2B on an H100 was a tenth faster. The embedded engine samples with the layers as they are."""
     image_check: bool = True
     """Before the first update, replace one image by noise and stop the run if logprobs do not change."""
     shuffle_rewards: bool = False
