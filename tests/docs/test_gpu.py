@@ -29,9 +29,14 @@ def marked_lines(source: str) -> set[int]:
         if isinstance(node, FUNCTIONS):
             inside |= set(range(node.body[0].lineno, node.end_lineno + 1))
             skipped |= set(range(node.lineno, node.body[0].lineno))
+    words = (
+        tokenize.NAME,
+        tokenize.STRING,
+        getattr(tokenize, "FSTRING_MIDDLE", None),
+    )  # the last one from Python 3.12 on
     lines, before = set(), ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        is_marked = token.type in (tokenize.NAME, tokenize.STRING) and ON_GPU.search(token.string.strip("\"'"))
+        is_marked = token.type in words and ON_GPU.search(token.string.strip("\"'"))
         is_other_branch = token.string == '"cpu"' and before in ("==", "!=")
         if (is_marked or is_other_branch) and token.start[0] not in skipped:
             lines.add(token.start[0])

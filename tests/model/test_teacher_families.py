@@ -115,7 +115,7 @@ def test_logprobs_and_gradients_are_those_of_single_rows(parts, share, monkeypat
     seen = [each for sample in rows for each in sample.teacher_rows if each is not None]
     plainly = response_logprobs(teacher, seen, TEMPERATURE)
     for mine, single in zip(trainer.score(seen, by_teacher=True), plainly, strict=True):
-        assert np.abs(mine - single).max() < 1e-6 * max(1.0, float(np.abs(single).max()))
+        assert np.abs(mine - single).max() < 2e-6 * max(1.0, float(np.abs(single).max()))
     metrics = trainer.step(rows).metrics
     loss = written_loss(model.policy, teacher, rows, settings)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)

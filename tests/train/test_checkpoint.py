@@ -1,9 +1,11 @@
 """Checkpoints are complete or absent, and restore what was saved."""
 
 import os
+import pathlib
 import pickle
 import random
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,6 +188,18 @@ class Code:
 
     def __reduce__(self):
         return os.mkdir, (str(self.marker),)
+
+
+def test_a_checkpoint_of_python_3_13_is_read(tmp_path, monkeypatch):
+    """There, `pathlib` pickles its classes as those of `pathlib._local`: no run could be resumed."""
+    with monkeypatch.context() as newer:
+        newer.setitem(sys.modules, "pathlib._local", pathlib)
+        newer.setattr(type(tmp_path), "__module__", "pathlib._local")
+        save_tensors(tmp_path, {"weight/a": torch.ones(2)})
+    assert b"pathlib._local" in (tmp_path / "trainer/.metadata").read_bytes()
+    assert saved_shapes(tmp_path) == {"weight/a": (2,)}
+    load_tensors(tmp_path, weights := {"weight/a": torch.zeros(2)})
+    assert weights["weight/a"].tolist() == [1, 1]
 
 
 def test_pickled_code_in_a_checkpoint_is_not_run(tmp_path):
