@@ -49,6 +49,27 @@ def test_a_resumed_run_continues_where_the_checkpoint_was_made(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "trajectories.jsonl")] == [1]
 
 
+def test_rows_go_on_in_the_file_that_has_the_name(tmp_path):
+    metrics = tmp_path / "run/metrics.jsonl"
+    with RunLog(tmp_path / "run") as log:
+        log.log(1, {})
+        edited = metrics.with_name("edited")
+        edited.write_bytes(metrics.read_bytes())
+        edited.replace(metrics)  # as editors save
+        log.log(2, {})
+        assert log.sizes()["metrics.jsonl"] == metrics.stat().st_size
+        assert [row["step"] for row in read_rows(metrics)] == [1, 2]
+        metrics.unlink()  # for free space
+        log.log(3, {})
+        assert [row["step"] for row in read_rows(metrics)] == [3]
+        metrics.parent.rename(tmp_path / "moved")
+        log.log(4, {})
+        metrics.parent.mkdir()  # as another run of the name does, where there are no locks
+        log.log(5, {})
+        assert not metrics.exists()
+    assert [row["step"] for row in read_rows(tmp_path / "moved/metrics.jsonl")] == [3, 4, 5]
+
+
 def test_a_folder_that_holds_a_run_is_an_error_unless_resumed_or_emptied(tmp_path):
     with RunLog(tmp_path) as log:
         log.log(1, {})
@@ -60,6 +81,17 @@ def test_a_folder_that_holds_a_run_is_an_error_unless_resumed_or_emptied(tmp_pat
 def test_a_file_shorter_than_at_the_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, but had 9 when the checkpoint was made"):
         RunLog(tmp_path, {"metrics.jsonl": 9})
+
+
+def test_a_file_whose_lines_were_changed_since_the_checkpoint_is_refused(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.log(1, {"a": 1})
+        sizes = log.sizes()
+    changed = '{"step": 1}\n' + '{"step": 2, "note": "' + 100 * "a" + '"}\n'
+    (tmp_path / "metrics.jsonl").write_text(changed)
+    with pytest.raises(ValueError, match=r"metrics.jsonl was changed: byte \d+, .* ends no line"):
+        RunLog(tmp_path, sizes)
+    assert (tmp_path / "metrics.jsonl").read_text() == changed
 
 
 def test_an_incomplete_last_line_is_left_out(tmp_path):

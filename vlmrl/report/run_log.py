@@ -16,6 +16,7 @@ import numbers
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
@@ -54,6 +55,7 @@ class RunLog:
             for name in self.FILES:
                 if _size(self.folder / name) > sizes.get(name, 0):
                     os.truncate(self.folder / name, sizes.get(name, 0))
+            self._home = self.folder.stat()
         self.on_row: OnRow | None = None
         """Called with each row of metrics after it is written."""
         self._open: dict[str, FileIO] = {}
@@ -113,16 +115,25 @@ class RunLog:
         if not lines:
             return
         path = self.folder / name
-        size = _size(path)
         with output_errors(path):
-            if name not in self._open:
-                self._open[name] = path.open("ab", buffering=0)
+            file = self._file(name)
             self._unflushed.add(name)
+            size = os.fstat(file.fileno()).st_size
             try:
-                _write_all(self._open[name], lines)
+                _write_all(file, lines)
             except OSError:
-                os.truncate(path, size)  # no half line
+                os.ftruncate(file.fileno(), size)  # no half line
                 raise
+
+    def _file(self, name: str) -> FileIO:
+        """The file of this name: an editor that saves it puts another one in its place. In a folder that was moved, the same."""
+        path, earlier = self.folder / name, self._open.get(name)
+        if earlier is not None and (_is(path, os.fstat(earlier.fileno())) or not _is(self.folder, self._home)):
+            return earlier
+        file = self._open[name] = path.open("ab", buffering=0)
+        if earlier is not None:
+            earlier.close()
+        return file
 
 
 def json_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
@@ -131,17 +142,31 @@ def json_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raises ValueError if a file of the log is shorter than it was at the checkpoint that has these ``sizes``."""
+    """Raises ValueError if a file of the log is shorter than it was at the checkpoint of these ``sizes``, or has other lines."""
     for name, size in sizes.items():
-        if (present := _size(folder / name)) < size:
-            raise ValueError(
-                f"{folder / name} has {present} bytes, but had {size} when the checkpoint was made; "
-                "restore the file, or resume in the folder that the checkpoint belongs to."
-            )
+        path, restore = folder / name, "restore the file, or resume in the folder that the checkpoint belongs to."
+        if (present := _size(path)) < size:
+            raise ValueError(f"{path} has {present} bytes, but had {size} when the checkpoint was made; {restore}")
+        if size and not _ends_line(path, size):  # cut there, half a line would stay, which no command can read
+            raise ValueError(f"{path} was changed: byte {size}, where the checkpoint was made, ends no line; {restore}")
+
+
+def _ends_line(path: Path, size: int) -> bool:
+    """Whether the first ``size`` bytes end a line."""
+    with path.open("rb") as file:
+        file.seek(size - 1)
+        return file.read(1) == b"\n"
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def _is(path: Path, found: os.stat_result) -> bool:
+    """Whether ``path`` leads to what ``found`` is of."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), found)
+    return False
 
 
 def _write_all(file: FileIO, data: bytes) -> None:
