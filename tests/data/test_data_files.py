@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 from datetime import datetime
 from pathlib import Path
@@ -157,6 +158,26 @@ def test_a_saved_dataset_names_no_split_elsewhere(tmp_path, split):
         load_rows(str(tmp_path / "saved"), "train")
 
 
+@pytest.mark.parametrize("place", ["beside the splits", "beside no splits", "a split", "a split with another's name"])
+def test_a_description_of_a_saved_dataset_that_datasets_reads_is_checked(tmp_path, place):
+    """datasets takes a `state.json` before a `dataset_dict.json`, has no limit for its size, and reads a split `a::b` as `a`."""
+    saved, rows = tmp_path / "saved", hf.Dataset.from_dict({"prompt": ["own"]})
+    hf.Dataset.from_dict({"prompt": ["other's"]}).save_to_disk(tmp_path / "other")
+    hf.DatasetDict({"train": rows, "a": rows}).save_to_disk(saved)
+    shutil.copytree(saved / "a", saved / "a::b")
+    folder = {"a split": saved / "train", "a split with another's name": saved / "a"}.get(place, saved)
+    for name in ("state.json", "dataset_info.json"):
+        shutil.copy(tmp_path / "other" / name, folder / name)
+    state = json.loads((folder / "state.json").read_text())
+    (shard,) = (tmp_path / "other").glob("*.arrow")
+    spaces = " " * (64 * 2**20 if place == "a split" else 0)
+    (folder / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": str(shard)}]}) + spaces)
+    splits = {"beside no splits": [], "a split with another's name": ["train", "a::b"]}.get(place, ["train"])
+    (saved / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+    with pytest.raises(ValueError, match=r"data\.path .*saved' cannot be read as a saved dataset: "):
+        load_rows(str(saved), "train")
+
+
 def test_a_saved_dataset_with_a_wrong_offset_is_refused(tmp_path):
     """Reading the row ended the process without a word (SIGBUS), or showed other memory of it as the prompt."""
     hf.Dataset.from_dict({"prompt": ["three", "words", "here"]}).save_to_disk(tmp_path / "saved")
@@ -184,6 +205,19 @@ def test_a_copy_in_a_hidden_folder_is_not_read(tmp_path):
     (tmp_path / ".ipynb_checkpoints").mkdir()
     (tmp_path / ".ipynb_checkpoints/train-checkpoint.jsonl").write_text('{"prompt": "old"}\n')
     assert list(load_rows(str(tmp_path), "train")) == [{"prompt": "new"}]
+
+
+def test_a_path_is_no_pattern(tmp_path):
+    """`datasets` takes each for one: in place of a file or a folder that is called `geo[12]` it read `geo1`."""
+    for name in ("geo[12]", "geo1"):
+        (tmp_path / name / "images").mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / name / f"images/{name}.png")
+        for path in (tmp_path / f"{name}.parquet", tmp_path / name / "rows.parquet"):
+            pq.write_table(pa.table({"prompt": [name]}), path)
+    for path in ("geo[12].parquet", "geo[12]/rows.parquet", "geo[12]"):
+        assert list(load_rows(str(tmp_path / path), "train")) == [{"prompt": "geo[12]"}]
+    (image,) = load_rows(str(tmp_path / "geo[12]/images"), "train").column("images")
+    assert Path(image["path"]).name == "geo[12].png"
 
 
 @pytest.mark.parametrize("kind", ["Audio", "Video", "Pdf", "Nifti"])

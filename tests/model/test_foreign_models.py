@@ -119,6 +119,23 @@ def test_a_video_processor_in_a_file_of_its_own_saves_no_file_elsewhere(qwen3_vl
         load_video_processor(str(folder))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_config_names_no_file_that_is_read_in_its_place(device, qwen3_vl, tmp_path):
+    """transformers took the processor's class from it, which was not checked: Ernie's saved a private file with the trained model."""
+    folder = copied(qwen3_vl, tmp_path / "model")
+    shutil.copy(folder / "config.json", folder / "config.4.0.0.json")
+    change(folder / "config.4.0.0.json", **PRIVATE)
+    change(folder / "config.json", configuration_files=["config.4.0.0.json"])
+    settings = json.loads((folder / "processor_config.json").read_text())
+    del settings["video_processor"]["video_processor_type"]
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    for load in (load_reader, image_processor_of, largest_image_of):
+        with pytest.raises(ValueError, match=r"config\.json must not have configuration_files"):
+            load(Model(path=str(folder)), tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json must not have configuration_files"):
+        load_model(Model(path=str(folder), device=device), tmp_path, seed=0)
+
+
 def test_an_older_name_of_a_processor_of_another_model_is_refused(qwen3_vl, tmp_path):
     """transformers makes `Idefics3ImageProcessor` of it."""
     folder = copied(qwen3_vl, tmp_path / "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -213,18 +214,33 @@ def _load_local(path: Path, split: str) -> hf.Dataset:
 def _load_saved(folder: Path) -> hf.Dataset | hf.DatasetDict:
     """What ``save_to_disk`` wrote. Raises ValueError, also where it names anything but regular files in its folder."""
     try:
-        for split in (read_object(folder / "dataset_dict.json") or {"splits": [""]})["splits"]:
-            state = read_object(folder / split / "state.json") or {"_data_files": [{"filename": "state.json"}]}
-            for file in ("dataset_info.json", *(each["filename"] for each in state["_data_files"])):
-                name = Path(split, file)
-                if name.is_absolute() or ".." in name.parts or not (folder / name).is_file():
-                    raise ValueError(f"it names {str(name)[:200]!r}, which is no regular file in it")
-        saved = hf.load_from_disk(str(folder))
-        for rows in saved.values() if isinstance(saved, hf.DatasetDict) else [saved]:
-            rows.data.table.validate(full=True)  # a wrong offset would read other memory, or end the process
-        return saved
+        # decided here: `load_from_disk` of datasets may take another file for what the folder holds
+        is_one = (folder / "state.json").is_file()
+        splits = [""] if is_one else _saved_object(folder, "dataset_dict.json")["splits"]
+        saved = {split: _load_saved_split(folder, split) for split in splits}
+        return saved[""] if is_one else hf.DatasetDict(saved)
     except Exception as error:  # datasets and pyarrow raise many kinds
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a saved dataset: {error}") from error
+
+
+def _load_saved_split(folder: Path, split: str) -> hf.Dataset:
+    files = [each["filename"] for each in _saved_object(folder, str(Path(split, "state.json")))["_data_files"]]
+    for file in ("dataset_info.json", *files):
+        name = Path(split, file)
+        # datasets reads a split `a::b` as `a`
+        is_elsewhere = name.is_absolute() or ".." in name.parts or "::" in split
+        if is_elsewhere or not (folder / name).is_file():
+            raise ValueError(f"it names {str(name)[:200]!r}, which is no regular file in it")
+    rows = hf.Dataset.load_from_disk(str(folder / split))
+    rows.data.table.validate(full=True)  # a wrong offset would read other memory, or end the process
+    return rows
+
+
+def _saved_object(folder: Path, name: str) -> dict[str, Any]:
+    found = read_object(folder / name)
+    if found is None:
+        raise ValueError(f"its {name[:200]!r} must be a JSON object of at most 64 MiB")
+    return found
 
 
 def _check_only_split(path: Path, split: str) -> None:
@@ -252,12 +268,12 @@ def _is_image_folder(folder: Path) -> bool:
 def _load_images(folder: Path, split: str) -> hf.Dataset:
     """A folder of images: the column ``images``, those of its metadata files, and else folders' names as ``answer``."""
     try:
-        files = hf.load_dataset_builder("imagefolder", data_dir=str(folder)).config.data_files.get(_base(split), [])
+        files = hf.load_dataset_builder("imagefolder", data_dir=_plain(folder)).config.data_files.get(_base(split), [])
         _check_folders(folder, {os.path.relpath(Path(file).parent, folder) for file in files}, split)
         metadata = [Path(file) for file in files if Path(file).name in _METADATA]
         if metadata:
             return _rows_of_split({_base(split): _listed_images(metadata, _base(split))}, split)
-        dataset = hf.load_dataset("imagefolder", data_dir=str(folder), split=split)
+        dataset = hf.load_dataset("imagefolder", data_dir=_plain(folder), split=split)
     except Exception as error:  # datasets raises many kinds
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a folder of images: {error}") from error
     if "image" in dataset.column_names:
@@ -318,7 +334,7 @@ def _load_files(paths: list[Path], split: str) -> hf.Dataset:
     kind = FORMATS[suffixes.pop()]
     if kind != "parquet":
         return _rows_of_split({_base(split): load_texts(paths, kind)}, split)
-    files = {_base(split): [str(path) for path in paths]}
+    files = {_base(split): [_plain(path) for path in paths]}
     with reader_errors(paths):
         check_same_kinds(paths)
         stamp = hashlib.blake2b(repr(stamps_of(paths)).encode(), digest_size=16).hexdigest()
@@ -349,6 +365,11 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
         has = f"data.path {str(folder)!r} has files of several formats for the split {split!r}, such as {', '.join(first.values())}"
         raise ValueError(f"{has}: move those of other formats elsewhere, or name a file.")
     return named
+
+
+def _plain(path: Path) -> str:
+    """A path for ``datasets``, which takes any for a pattern: ``geo[12].parquet`` would be ``geo1.parquet``."""
+    return glob.escape(str(path))
 
 
 def _base(split: str) -> str:

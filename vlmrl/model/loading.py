@@ -34,6 +34,7 @@ from vlmrl.model import tiny
 from vlmrl.model.lora import add_lora, named_weights
 from vlmrl.model.model_files import (
     check_config,
+    check_config_file,
     check_processors,
     check_tokenizer_files,
     check_weight_files,
@@ -366,6 +367,7 @@ def _hf_config(path: str) -> Any:
         raise OSError(
             f"model.path {path!r} is not a local folder, and loading it from the hub failed: {reason}"
         ) from error
+    check_config_file(path)
     forget_code(config)
     return config
 

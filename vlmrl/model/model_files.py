@@ -45,6 +45,16 @@ def check_weight_files(path: str) -> None:
             _check_own(path, f"the weight_map of its {name}", named.values() if isinstance(named, dict) else [named])
 
 
+def check_config_file(path: str) -> None:
+    """Raises ValueError if the ``config.json`` of a model names files for versions of transformers: it would read one of them in place
+    of ``config.json``, which is what is checked."""
+    if "configuration_files" in _object(path, CONFIG_NAME):
+        raise ValueError(
+            f"model.path {path!r}: its config.json must not have configuration_files, which names files that are read in its place: "
+            "remove it, and call the file that you mean config.json."
+        )
+
+
 def check_config(path: str, config: Any) -> None:
     """Raises ValueError if the ``config`` of a model, of transformers, has quantized weights, or names a file of weights.
 
