@@ -798,6 +798,61 @@ def test_images_that_no_prompt_shows_are_warned_of(tmp_path):
     assert not any(load_tasks(Data(str(jsonl(tmp_path / "b.jsonl", [row])))).warnings for row in shown)
 
 
+QUESTION = [{"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "column", "cell"),
+    [
+        (QUESTION, "image", {"bytes": A, "path": None}),
+        (QUESTION, "image", A),
+        ([{"role": "user", "content": [{"type": "text", "text": "How many?"}]}], "image", A),
+        ("Book a flight.", "screenshot", {"bytes": A, "path": None}),
+        ("Book a flight.", "screenshot", {"bytes": None, "path": "0.webp"}),
+        ("What?", "decoded_image", [A, B]),
+        ("What?", "jpg", b"\xff\xd8\xff\xe0"),
+        ("What?", "webp", b"RIFF\n\0\0\0WEBPVP8 "),
+        ("What?", "frame", base64.b64encode(A).decode()),
+        ("What?", "frame", base64.b64encode(b"RIFF\n\0\0\0WEBPVP8 ").decode()),
+    ],
+    ids=range(10),
+)
+def test_images_beside_messages_and_in_columns_of_any_name_are_warned_of(tmp_path, prompt, column, cell):
+    """As of TRL's GRPO with images, Mind2Web, MathVista or a WebDataset: they were trained without their images, unsaid."""
+    pq.write_table(pa.Table.from_pylist([{"prompt": prompt, column: cell}]), tmp_path / "a.parquet")
+    (warning,) = load_tasks(Data(str(tmp_path / "a.parquet"))).warnings
+    assert warning.startswith(f"column '{column}' holds images that no prompt shows: map it to images")
+
+
+def test_a_path_of_an_image_beside_messages_is_warned_of(tmp_path):
+    path = str(jsonl(tmp_path / "a.jsonl", [{"prompt": QUESTION, "image": "a.png"}]))
+    (warning,) = load_tasks(Data(path)).warnings
+    assert warning.startswith("column 'image' holds images that no prompt shows")
+
+
+def test_a_mark_beside_an_image_in_a_column_of_any_name_is_a_bad_row(tmp_path):
+    """The model read `<image>` as text."""
+    pq.write_table(pa.table({"prompt": ["<image>What?"], "screenshot": [{"bytes": A}]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="has no 'images', only 'prompt', 'screenshot': rename 'screenshot'"):
+        load_tasks(Data(str(tmp_path / "a.parquet")))[0]
+
+
+def test_other_columns_are_not_taken_for_images(tmp_path):
+    """Audio and other files, and texts that name a picture."""
+    sound = b"RIFF\n\0\0\0WAVEfmt "
+    cells = [
+        {"bytes": sound, "path": "a.wav"},
+        sound,
+        base64.b64encode(sound).decode(),
+        b"%PDF-1.7",
+        "See cat.png",
+        None,
+    ]
+    row = {f"field_{number}": cell for number, cell in enumerate(cells)}
+    pq.write_table(pa.Table.from_pylist([{"prompt": QUESTION, **row}]), tmp_path / "a.parquet")
+    assert not load_tasks(Data(str(tmp_path / "a.parquet"))).warnings
+
+
 @pytest.mark.parametrize(
     "cell", ['[{""role"": ""user"", ""content"": ""2+2?""}]', "[{'content': '2+2?', 'role': 'user'}]"]
 )

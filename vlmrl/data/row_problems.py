@@ -44,7 +44,7 @@ def content_problem(message: Message) -> str:
     role, content = message["role"], message.get("content")
     whose = f"a message of the role {role!r:.50}"
     images = next((key for key in IMAGES_BESIDE if _is_filled(message.get(key))), None)
-    if images is not None and not _has_image(content):
+    if images is not None and not has_image(content):
         remedy = "put images into parts of the content, or into the row's column of images"
         return f"{whose} has {images!r} beside its content, which is not read: {remedy}"
     calls = next((key for key in CALLS_BESIDE if message.get(key) not in (None, "", "[]", "{}", "null", [], {})), None)
@@ -124,7 +124,7 @@ def _written_end(content: Any) -> str:
     return end[0] if end and not (end[0] == "</s>" and "<s>" in str(text)) else ""
 
 
-def _has_image(content: Any) -> bool:
+def has_image(content: Any) -> bool:
     """Whether a message's content has an image or a mark."""
     parts = content if isinstance(content, list) else []
     kinds = {part.get("type") for part in parts if isinstance(part, dict)}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vlmrl.config import Data
 from vlmrl.config.code import local_data, resolve_function
 from vlmrl.data.row_images import IMAGE_SUFFIXES, PLAIN_MARK, RowImages, image_parts
-from vlmrl.data.row_problems import MARK, unread_mark
+from vlmrl.data.row_problems import MARK, has_image, unread_mark
 from vlmrl.types import Message, Task
 from vlmrl.utils.require import require
 from vlmrl.utils.users_line import describe_error
@@ -127,8 +127,10 @@ TEMPLATED = re.compile(
     r"\s*(<\|(im_start|start_header_id|begin_of_text|system|user)\|>|<start_of_turn>|<bos>|(<s>\s*)?\[INST\]|\[gMASK\]|<｜)"
 )
 """How a prompt begins that is written in a chat template."""
-ENCODED = re.compile(r"https?://|data:image/|iVBORw0KGgo|/9j/|UklGR|R0lGOD")
-"""How a text begins that is the address of an image, or the base64 of a PNG, JPEG, WebP or GIF file."""
+ENCODED = re.compile(r"data:image/|iVBORw0KGgo|/9j/|R0lGOD|UklGR.{6}XRUJQ")
+"""How a text begins that is a data URI, or the base64 of a PNG, JPEG, GIF or WebP file."""
+ENCODED_BYTES = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP", re.DOTALL)
+"""How such a file begins."""
 EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains the answer"}
 """What it means that a row has no prompt, or no answer."""
 
@@ -196,7 +198,7 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
             f"column {columns['prompt']!r} holds prompts that are written in a chat template, which the model reads as the text of a "
             f"message: {remedy}"
         )
-    if "images" not in columns and (other := _unshown_images(rows, columns.get("prompt"))):
+    if "images" not in columns and (other := _unshown_images(rows, columns["prompt"])):
         yield f"column {other!r} holds images that no prompt shows: map it to images with data.columns, unless the env reads it"
     name = columns.get("answer")
     if name in rows.columns and (whole := rows.whole_floats(name)):
@@ -225,21 +227,34 @@ def holds_images(column: str) -> bool:
     return column.lower().startswith(("image", "img", "picture", "photo"))
 
 
-def _unshown_images(rows: Rows, prompt: str | None) -> str | None:
-    """The first column that is called as those of images are, and whose first cell is an encoded image, or the path or URL of one.
+def _holds_image(column: str, value: Any) -> bool:
+    """Whether a cell is an encoded image or a list of them; in a column that is called as one of images, also its path or URL."""
+    value = next(iter(value), None) if isinstance(value, list) else value
+    if isinstance(value, dict) and "bytes" in value:  # as `datasets` stores images, audio and videos
+        value = value["bytes"] or value.get("path")
+        if isinstance(value, str) and (holds_images(column) or Path(value).suffix.lower() in IMAGE_SUFFIXES):
+            return True
+    if isinstance(value, bytes):
+        return holds_images(column) or ENCODED_BYTES.match(value) is not None
+    if not isinstance(value, str):
+        return False
+    if ENCODED.match(value):
+        return True
+    return holds_images(column) and (
+        value.startswith(("http://", "https://")) or Path(value).suffix.lower() in IMAGE_SUFFIXES
+    )
 
-    None where prompts are conversations, which may have images of their own.
-    """
-    if prompt in rows.columns and "." not in prompt and not isinstance(rows.first(prompt), str):
+
+def _unshown_images(rows: Rows, prompt: str) -> str | None:
+    """The first column whose first cell holds an image; None if the first prompt shows one of its own."""
+    first = rows.first(prompt) if prompt in rows.columns and "." not in prompt else None
+    messages = first if isinstance(first, list) else []
+    if prompt in rows.columns and not isinstance(first, str) and not messages:
         return None
-    for name in filter(holds_images, rows.columns):
-        value = rows.first(name) if "." not in name else None
-        value = next(iter(value), None) if isinstance(value, list) else value
-        if isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value):
-            return name
-        if isinstance(value, str) and (Path(value).suffix.lower() in IMAGE_SUFFIXES or ENCODED.match(value)):
-            return name
-    return None
+    if any(isinstance(each, dict) and has_image(each.get("content")) for each in messages):
+        return None
+    plain = (name for name in rows.columns if "." not in name and name != prompt)
+    return next((name for name in plain if _holds_image(name, rows.first(name))), None)
 
 
 def empty_warning(key: str, what: str, rows: Sequence[int]) -> str:
@@ -363,7 +378,7 @@ def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, r
 
 def _check_marks(where: str, prompt: list[Message], row: Row) -> None:
     """Raises ValueError for a mark in a row without ``images`` and without images in its prompt, whose images have another name."""
-    other = next(filter(holds_images, row), None)
+    other = next((name for name in row if holds_images(name) or _holds_image(name, row[name])), None)
     if other is None or any(image_parts(message) for message in prompt):
         return
     if any(message["role"] == "user" and MARK in message["content"] for message in prompt):
