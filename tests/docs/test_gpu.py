@@ -29,11 +29,8 @@ def marked_lines(source: str) -> set[int]:
         if isinstance(node, FUNCTIONS):
             inside |= set(range(node.body[0].lineno, node.end_lineno + 1))
             skipped |= set(range(node.lineno, node.body[0].lineno))
-    words = (
-        tokenize.NAME,
-        tokenize.STRING,
-        getattr(tokenize, "FSTRING_MIDDLE", None),
-    )  # the last one from Python 3.12 on
+    in_f_string = getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)  # before Python 3.12, an f-string is one token
+    words = (tokenize.NAME, tokenize.STRING, in_f_string)
     lines, before = set(), ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         is_marked = token.type in words and ON_GPU.search(token.string.strip("\"'"))
