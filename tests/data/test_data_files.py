@@ -20,6 +20,7 @@ from vlmrl.config import Data
 from vlmrl.data import files, load_tasks
 from vlmrl.data.files import load_rows
 from vlmrl.data.parquet_types import check_same_kinds
+from vlmrl.utils import json_files
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +160,7 @@ def test_a_saved_dataset_names_no_split_elsewhere(tmp_path, split):
 
 
 @pytest.mark.parametrize("place", ["beside the splits", "beside no splits", "a split", "a split with another's name"])
-def test_a_description_of_a_saved_dataset_that_datasets_reads_is_checked(tmp_path, place):
+def test_a_description_of_a_saved_dataset_that_datasets_reads_is_checked(tmp_path, monkeypatch, place):
     """datasets takes a `state.json` before a `dataset_dict.json`, has no limit for its size, and reads a split `a::b` as `a`."""
     saved, rows = tmp_path / "saved", hf.Dataset.from_dict({"prompt": ["own"]})
     hf.Dataset.from_dict({"prompt": ["other's"]}).save_to_disk(tmp_path / "other")
@@ -170,12 +171,30 @@ def test_a_description_of_a_saved_dataset_that_datasets_reads_is_checked(tmp_pat
         shutil.copy(tmp_path / "other" / name, folder / name)
     state = json.loads((folder / "state.json").read_text())
     (shard,) = (tmp_path / "other").glob("*.arrow")
-    spaces = " " * (64 * 2**20 if place == "a split" else 0)
+    monkeypatch.setattr(json_files, "MOST_BYTES", 10_000)
+    spaces = " " * (10_000 if place == "a split" else 0)
     (folder / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": str(shard)}]}) + spaces)
     splits = {"beside no splits": [], "a split with another's name": ["train", "a::b"]}.get(place, ["train"])
     (saved / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
     with pytest.raises(ValueError, match=r"data\.path .*saved' cannot be read as a saved dataset: "):
         load_rows(str(saved), "train")
+
+
+def test_a_stray_description_without_the_other_is_not_read(tmp_path):
+    hf.DatasetDict({"train": hf.Dataset.from_dict({"prompt": ["own"]})}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved/state.json").write_text("{}")
+    assert list(load_rows(str(tmp_path / "saved"), "train")) == [{"prompt": "own"}]
+
+
+def test_a_path_with_two_colons_is_refused(tmp_path):
+    """`datasets` opened what stands before them."""
+    rows = hf.Dataset.from_dict({"prompt": ["own"]})
+    rows.save_to_disk(tmp_path / "geo")
+    shutil.copytree(tmp_path / "geo", tmp_path / "geo::v2")
+    pq.write_table(pa.table({"prompt": ["own"]}), tmp_path / "a::b.parquet")
+    for name in ("geo::v2", "a::b.parquet"):
+        with pytest.raises(ValueError, match=r"must not have '::' in it: rename"):
+            load_rows(str(tmp_path / name), "train")
 
 
 def test_a_saved_dataset_with_a_wrong_offset_is_refused(tmp_path):

@@ -815,7 +815,6 @@ QUESTION = [{"role": "system", "content": "Count."}, {"role": "user", "content":
         ("What?", "frame", base64.b64encode(A).decode()),
         ("What?", "frame", base64.b64encode(b"RIFF\n\0\0\0WEBPVP8 ").decode()),
     ],
-    ids=range(10),
 )
 def test_images_beside_messages_and_in_columns_of_any_name_are_warned_of(tmp_path, prompt, column, cell):
     """As of TRL's GRPO with images, Mind2Web, MathVista or a WebDataset: they were trained without their images, unsaid."""
@@ -830,15 +829,16 @@ def test_a_path_of_an_image_beside_messages_is_warned_of(tmp_path):
     assert warning.startswith("column 'image' holds images that no prompt shows")
 
 
-def test_a_mark_beside_an_image_in_a_column_of_any_name_is_a_bad_row(tmp_path):
-    """The model read `<image>` as text."""
-    pq.write_table(pa.table({"prompt": ["<image>What?"], "screenshot": [{"bytes": A}]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="has no 'images', only 'prompt', 'screenshot': rename 'screenshot'"):
-        load_tasks(Data(str(tmp_path / "a.parquet")))[0]
+def test_a_column_whose_type_is_that_of_images_is_warned_of(tmp_path):
+    """Also of formats that are not recognized, and where the first row has none."""
+    rows = hf.Dataset.from_dict({"prompt": ["a", "b"], "scan": [None, {"bytes": b"BM", "path": None}]})
+    rows.cast_column("scan", hf.Image()).save_to_disk(tmp_path / "saved")
+    (warning,) = load_tasks(Data(str(tmp_path / "saved"))).warnings
+    assert warning.startswith("column 'scan' holds images that no prompt shows")
 
 
 def test_other_columns_are_not_taken_for_images(tmp_path):
-    """Audio and other files, and texts that name a picture."""
+    """Audio and other files, texts that name a file, and columns that are mapped, such as an image as the answer."""
     sound = b"RIFF\n\0\0\0WAVEfmt "
     cells = [
         {"bytes": sound, "path": "a.wav"},
@@ -849,8 +849,18 @@ def test_other_columns_are_not_taken_for_images(tmp_path):
         None,
     ]
     row = {f"field_{number}": cell for number, cell in enumerate(cells)}
-    pq.write_table(pa.Table.from_pylist([{"prompt": QUESTION, **row}]), tmp_path / "a.parquet")
-    assert not load_tasks(Data(str(tmp_path / "a.parquet"))).warnings
+    row["target"] = A
+    table = pa.Table.from_pylist([{"prompt": QUESTION, **row}])
+    late = pa.array([2**40], pa.int64()).cast(pa.timestamp("s"))  # a year that Python has no date for
+    pq.write_table(table.append_column("late", late), tmp_path / "a.parquet")
+    assert not load_tasks(Data(str(tmp_path / "a.parquet"), columns={"answer": "target"})).warnings
+
+
+def test_the_column_of_prompts_does_not_count_beside_a_prompt_of_the_setting(tmp_path):
+    shown = [{"role": "user", "content": [{"type": "image"}]}]
+    pq.write_table(pa.Table.from_pylist([{"prompt": shown, "screenshot": A}]), tmp_path / "a.parquet")
+    (warning,) = load_tasks(Data(str(tmp_path / "a.parquet"), prompt="Describe.")).warnings
+    assert warning.startswith("column 'screenshot' holds images")
 
 
 @pytest.mark.parametrize(

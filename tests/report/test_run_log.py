@@ -59,6 +59,9 @@ def test_rows_go_on_in_the_file_that_has_the_name(tmp_path):
         log.log(2, {})
         assert log.sizes()["metrics.jsonl"] == metrics.stat().st_size
         assert [row["step"] for row in read_rows(metrics)] == [1, 2]
+        metrics.write_bytes(metrics.read_bytes()[:-1])  # an editor that leaves out the last newline
+        log.log(2, {})
+        assert [row["step"] for row in read_rows(metrics)] == [1, 2, 2]
         metrics.unlink()  # for free space
         log.log(3, {})
         assert [row["step"] for row in read_rows(metrics)] == [3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 import vlmrl
 import vlmrl.train.trainer
 from vlmrl import Checkpoint, Config, Data, Env, Eval, Model, Rollout, Train, obs
+from vlmrl.run import library
 
 
 class Ascii(Env):
@@ -89,6 +91,30 @@ def test_an_interrupt_keeps_what_was_trained(tmp_path):
     assert (
         result.folder / f"checkpoints/step{last + 2:06d}"
     ).exists()  # or a further resume would repeat the two steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_would_end_the_script_saves_what_was_trained(tmp_path, monkeypatch, number):
+    """As from Slurm: it ended a script at once, with neither a checkpoint nor a model."""
+    monkeypatch.setattr(library, "GRACE_SECONDS", 600.0)  # this process would end
+    rows = []
+
+    def stop(row):
+        rows.append(row)
+        if row["step"] == 2:
+            os.kill(os.getpid(), number)
+
+    earlier = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            vlmrl.train(config(tmp_path, steps=500), on_step=stop)
+        assert stopped.value.code == 128 + number and signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, earlier)
+    assert 2 <= rows[-1]["step"] < 500
+    for name in ("model/config.json", f"checkpoints/step{rows[-1]['step']:06d}"):
+        assert (tmp_path / "runs/library" / name).exists()
 
 
 @pytest.mark.slow

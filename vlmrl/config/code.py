@@ -197,7 +197,7 @@ def local_data(path: str, folder: Path | None = None, field: str = "data.path") 
     try:
         return resolve_path(path, folder)
     except ValueError as error:
-        raise ValueError(f"{field} {error}. How to make the data of a recipe is in its --help.") from error
+        raise ValueError(f"{field} {error}") from error
 
 
 def load_code(field: str, code: str | Callable[..., Any] | None, folder: Path | None = None) -> Any:

@@ -45,6 +45,7 @@ class Rows:
         self._table = dataset.with_format("arrow")
         self._features = hf.Features({name: _undecoded(feature) for name, feature in dataset.features.items()})
         self._nested: list[str] = []
+        self._head = self._table[:1]
 
     def __len__(self) -> int:
         return len(self._table)
@@ -89,9 +90,14 @@ class Rows:
     def first(self, name: str) -> Any:
         """The first row's value of a column that is not nested, or None if it cannot be read."""
         try:
-            return self._features.decode_column(self._table[:1][name].to_pylist(), name)[0]
-        except UnicodeDecodeError:
+            return self._features.decode_column(self._head[name].to_pylist(), name)[0]
+        except Exception:  # such as text that is no UTF-8, or a date after the year 9999
             return None
+
+    def declares_images(self, name: str) -> bool:
+        """Whether the dataset says that this column, which is not nested, holds images, or lists of them."""
+        feature = self._features.get(name)
+        return isinstance(getattr(feature, "feature", feature), hf.Image)
 
     def empty_texts(self, name: str) -> list[int]:
         """The rows whose text in this column is empty or blank."""
@@ -214,32 +220,36 @@ def _load_local(path: Path, split: str) -> hf.Dataset:
 def _load_saved(folder: Path) -> hf.Dataset | hf.DatasetDict:
     """What ``save_to_disk`` wrote. Raises ValueError, also where it names anything but regular files in its folder."""
     try:
-        # decided here: `load_from_disk` of datasets may take another file for what the folder holds
-        is_one = (folder / "state.json").is_file()
-        splits = [""] if is_one else _saved_object(folder, "dataset_dict.json")["splits"]
-        saved = {split: _load_saved_split(folder, split) for split in splits}
-        return saved[""] if is_one else hf.DatasetDict(saved)
+        if all((folder / name).is_file() for name in ("state.json", "dataset_info.json")):
+            return _load_saved_split(folder, "")
+        splits = _saved_list(folder, "dataset_dict.json", "splits")
+        return hf.DatasetDict({split: _load_saved_split(folder, split) for split in splits})
     except Exception as error:  # datasets and pyarrow raise many kinds
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a saved dataset: {error}") from error
 
 
 def _load_saved_split(folder: Path, split: str) -> hf.Dataset:
-    files = [each["filename"] for each in _saved_object(folder, str(Path(split, "state.json")))["_data_files"]]
-    for file in ("dataset_info.json", *files):
+    """A split, whose description names files in its folder only. ``datasets`` would look at other descriptions than this."""
+
+    def check(file: str) -> None:
         name = Path(split, file)
-        # datasets reads a split `a::b` as `a`
-        is_elsewhere = name.is_absolute() or ".." in name.parts or "::" in split
-        if is_elsewhere or not (folder / name).is_file():
+        if name.is_absolute() or ".." in name.parts or not (folder / name).is_file():
             raise ValueError(f"it names {str(name)[:200]!r}, which is no regular file in it")
-    rows = hf.Dataset.load_from_disk(str(folder / split))
+
+    for file in ("dataset_info.json", "state.json"):
+        check(file)
+    for each in _saved_list(folder, str(Path(split, "state.json")), "_data_files"):
+        check(each["filename"])
+    rows = hf.Dataset.load_from_disk(_unchained(folder / split))
     rows.data.table.validate(full=True)  # a wrong offset would read other memory, or end the process
     return rows
 
 
-def _saved_object(folder: Path, name: str) -> dict[str, Any]:
-    found = read_object(folder / name)
-    if found is None:
-        raise ValueError(f"its {name[:200]!r} must be a JSON object of at most 64 MiB")
+def _saved_list(folder: Path, name: str, key: str) -> list[Any]:
+    """A list in a description that ``save_to_disk`` wrote."""
+    found = (read_object(folder / name) or {}).get(key)
+    if not isinstance(found, list):
+        raise ValueError(f"its {name[:200]!r} must be a JSON object of at most 64 MiB with a list {key!r}")
     return found
 
 
@@ -268,12 +278,14 @@ def _is_image_folder(folder: Path) -> bool:
 def _load_images(folder: Path, split: str) -> hf.Dataset:
     """A folder of images: the column ``images``, those of its metadata files, and else folders' names as ``answer``."""
     try:
-        files = hf.load_dataset_builder("imagefolder", data_dir=_plain(folder)).config.data_files.get(_base(split), [])
+        files = hf.load_dataset_builder("imagefolder", data_dir=_escaped(folder)).config.data_files.get(
+            _base(split), []
+        )
         _check_folders(folder, {os.path.relpath(Path(file).parent, folder) for file in files}, split)
         metadata = [Path(file) for file in files if Path(file).name in _METADATA]
         if metadata:
             return _rows_of_split({_base(split): _listed_images(metadata, _base(split))}, split)
-        dataset = hf.load_dataset("imagefolder", data_dir=_plain(folder), split=split)
+        dataset = hf.load_dataset("imagefolder", data_dir=_escaped(folder), split=split)
     except Exception as error:  # datasets raises many kinds
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a folder of images: {error}") from error
     if "image" in dataset.column_names:
@@ -334,7 +346,7 @@ def _load_files(paths: list[Path], split: str) -> hf.Dataset:
     kind = FORMATS[suffixes.pop()]
     if kind != "parquet":
         return _rows_of_split({_base(split): load_texts(paths, kind)}, split)
-    files = {_base(split): [_plain(path) for path in paths]}
+    files = {_base(split): [_escaped(path) for path in paths]}
     with reader_errors(paths):
         check_same_kinds(paths)
         stamp = hashlib.blake2b(repr(stamps_of(paths)).encode(), digest_size=16).hexdigest()
@@ -367,9 +379,16 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     return named
 
 
-def _plain(path: Path) -> str:
-    """A path for ``datasets``, which takes any for a pattern: ``geo[12].parquet`` would be ``geo1.parquet``."""
-    return glob.escape(str(path))
+def _escaped(path: Path) -> str:
+    """A path for ``datasets``, which reads paths as patterns: ``geo[12].parquet`` would be ``geo1.parquet``."""
+    return glob.escape(_unchained(path))
+
+
+def _unchained(path: Path) -> str:
+    """Raises ValueError for a path with ``::``, of which ``datasets`` would open what stands before it."""
+    if "::" in str(path):
+        raise ValueError(f"data.path {str(path)!r} must not have '::' in it: rename the file or the folder")
+    return str(path)
 
 
 def _base(split: str) -> str:

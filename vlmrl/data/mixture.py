@@ -10,7 +10,7 @@ from typing import Any
 
 from vlmrl.config import Config, Data, EvalData
 from vlmrl.config.checks import check_unread, refuse_if
-from vlmrl.data.source import TaskSource, holds_images, load_split
+from vlmrl.data.source import TaskSource, is_called_image, load_split
 from vlmrl.types import Task
 
 
@@ -94,7 +94,7 @@ def _load(data: Data, eval_data: EvalData, part: str = "") -> tuple[TaskSource, 
     other = load_split(read, part)[0]
     for field, column in tasks.columns.items() if eval_data.path is not None else ():
         # Tasks without images may be evaluated, too, if no column has them under another name.
-        is_read = field in other.columns or (field == "images" and not any(map(holds_images, other.names)))
+        is_read = field in other.columns or (field == "images" and not any(map(is_called_image, other.names)))
         has = f"but {eval_data.path!r} has {', '.join(other.names)}: rename its column"
         refuse_if(
             not is_read, f"{name}.path must be a dataset with a column {column!r} for {field}, as that of data, {has}."

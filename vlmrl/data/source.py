@@ -173,7 +173,9 @@ def _dataset(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
                 row = {**row, columns["prompt"]: data.prompt}
             return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
 
-    found = _source(data, make, label, list(_warnings(rows, columns)))
+    found = _source(
+        data, make, label, list(_warnings(rows, columns if data.prompt is None else columns | {"prompt": ""}))
+    )
     read = {name: column for name, column in columns.items() if name in ("images", "answer")}
     return replace(found, columns=read, names=tuple(rows.columns)), ids
 
@@ -198,7 +200,7 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
             f"column {columns['prompt']!r} holds prompts that are written in a chat template, which the model reads as the text of a "
             f"message: {remedy}"
         )
-    if "images" not in columns and (other := _unshown_images(rows, columns["prompt"])):
+    if "images" not in columns and (other := _unshown_images(rows, columns)):
         yield f"column {other!r} holds images that no prompt shows: map it to images with data.columns, unless the env reads it"
     name = columns.get("answer")
     if name in rows.columns and (whole := rows.whole_floats(name)):
@@ -222,39 +224,38 @@ def _is_templated(rows: Rows, prompt: str) -> bool:
     return isinstance(text, str) and TEMPLATED.match(text) is not None
 
 
-def holds_images(column: str) -> bool:
+def is_called_image(column: str) -> bool:
     """Whether a column is called as those that hold images are."""
     return column.lower().startswith(("image", "img", "picture", "photo"))
 
 
 def _holds_image(column: str, value: Any) -> bool:
-    """Whether a cell is an encoded image or a list of them; in a column that is called as one of images, also its path or URL."""
+    """Whether a cell is an encoded image or a list of them, or in a column that is called so the path or URL of one."""
     value = next(iter(value), None) if isinstance(value, list) else value
     if isinstance(value, dict) and "bytes" in value:  # as `datasets` stores images, audio and videos
-        value = value["bytes"] or value.get("path")
-        if isinstance(value, str) and (holds_images(column) or Path(value).suffix.lower() in IMAGE_SUFFIXES):
+        name, value = str(value.get("path")), value["bytes"]
+        if Path(name).suffix.lower() in IMAGE_SUFFIXES:
             return True
     if isinstance(value, bytes):
-        return holds_images(column) or ENCODED_BYTES.match(value) is not None
+        return is_called_image(column) or ENCODED_BYTES.match(value) is not None
     if not isinstance(value, str):
         return False
-    if ENCODED.match(value):
-        return True
-    return holds_images(column) and (
-        value.startswith(("http://", "https://")) or Path(value).suffix.lower() in IMAGE_SUFFIXES
-    )
+    is_address = Path(value).suffix.lower() in IMAGE_SUFFIXES or re.match("https?://", value)
+    return ENCODED.match(value) is not None or (is_called_image(column) and bool(is_address))
 
 
-def _unshown_images(rows: Rows, prompt: str) -> str | None:
-    """The first column whose first cell holds an image; None if the first prompt shows one of its own."""
-    first = rows.first(prompt) if prompt in rows.columns and "." not in prompt else None
-    messages = first if isinstance(first, list) else []
-    if prompt in rows.columns and not isinstance(first, str) and not messages:
-        return None
-    if any(isinstance(each, dict) and has_image(each.get("content")) for each in messages):
-        return None
-    plain = (name for name in rows.columns if "." not in name and name != prompt)
-    return next((name for name in plain if _holds_image(name, rows.first(name))), None)
+def _unshown_images(rows: Rows, columns: dict[str, str]) -> str | None:
+    """The first unmapped column with images, by its type or its first cell; None if the first prompt shows one of its own."""
+    prompt, others = columns["prompt"], set(rows.columns).difference(columns.values())
+    if prompt in rows.columns:
+        first = rows.first(prompt) if "." not in prompt else None
+        messages = first if isinstance(first, list) and all(isinstance(each, dict) for each in first) else None
+        if not isinstance(first, str) and (
+            messages is None or any(has_image(each.get("content")) for each in messages)
+        ):
+            return None
+    plain = (name for name in rows.columns if name in others and "." not in name)
+    return next((name for name in plain if rows.declares_images(name) or _holds_image(name, rows.first(name))), None)
 
 
 def empty_warning(key: str, what: str, rows: Sequence[int]) -> str:
@@ -378,7 +379,7 @@ def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, r
 
 def _check_marks(where: str, prompt: list[Message], row: Row) -> None:
     """Raises ValueError for a mark in a row without ``images`` and without images in its prompt, whose images have another name."""
-    other = next((name for name in row if holds_images(name) or _holds_image(name, row[name])), None)
+    other = next(filter(is_called_image, row), None)
     if other is None or any(image_parts(message) for message in prompt):
         return
     if any(message["role"] == "user" and MARK in message["content"] for message in prompt):

@@ -55,7 +55,7 @@ class RunLog:
             for name in self.FILES:
                 if _size(self.folder / name) > sizes.get(name, 0):
                     os.truncate(self.folder / name, sizes.get(name, 0))
-            self._home = self.folder.stat()
+            self._folder_stat = self.folder.stat()
         self.on_row: OnRow | None = None
         """Called with each row of metrics after it is written."""
         self._open: dict[str, FileIO] = {}
@@ -114,25 +114,27 @@ class RunLog:
         """Append the :func:`json_lines` of records, which a thread may have made."""
         if not lines:
             return
-        path = self.folder / name
-        with output_errors(path):
+        with output_errors(self.folder / name):
             file = self._file(name)
             self._unflushed.add(name)
             size = os.fstat(file.fileno()).st_size
+            is_cut = (
+                size and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            )  # by an editor that leaves out the last newline
             try:
-                _write_all(file, lines)
+                _write_all(file, b"\n" * is_cut + lines)
             except OSError:
                 os.ftruncate(file.fileno(), size)  # no half line
                 raise
 
     def _file(self, name: str) -> FileIO:
-        """The file of this name: an editor that saves it puts another one in its place. In a folder that was moved, the same."""
+        """The file that has this name now: an editor puts another one in its place. If the folder was moved, the open file."""
         path, earlier = self.folder / name, self._open.get(name)
-        if earlier is not None and (_is(path, os.fstat(earlier.fileno())) or not _is(self.folder, self._home)):
-            return earlier
-        file = self._open[name] = path.open("ab", buffering=0)
         if earlier is not None:
+            if _is(path, os.fstat(earlier.fileno())) or not _is(self.folder, self._folder_stat):
+                return earlier
             earlier.close()
+        file = self._open[name] = path.open("a+b", buffering=0)
         return file
 
 
@@ -163,8 +165,8 @@ def _size(path: Path) -> int:
 
 
 def _is(path: Path, found: os.stat_result) -> bool:
-    """Whether ``path`` leads to what ``found`` is of."""
-    with suppress(FileNotFoundError):
+    """Whether ``path`` is the file or folder that ``found`` describes."""
+    with suppress(OSError):
         return os.path.samestat(path.stat(), found)
     return False
 

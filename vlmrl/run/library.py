@@ -14,7 +14,8 @@ from vlmrl.config import Config, resolve_config
 from vlmrl.model.loading import LoadedModel
 from vlmrl.report.run_data import RunData
 from vlmrl.run.program import run_training
-from vlmrl.run.stopping import StopRequest
+from vlmrl.run.stopping import GRACE_SECONDS, StopRequest, stop_on_signals
+from vlmrl.utils.terminal import stop_signals
 from vlmrl.utils.threads import DaemonPool
 
 Callback = Callable[[Mapping[str, Any]], object]
@@ -44,7 +45,8 @@ def train_config(
 
     ``on_step`` gets the metrics of each step of reinforcement learning, ``on_evaluation`` those of each evaluation; one that returns
     ``True`` ends the training early. They are called in the thread that trains. An interrupt (Ctrl-C, or the stop button) saves the
-    weights of the last finished step and returns; a second one is raised.
+    weights of the last finished step and returns; a second one is raised. SIGTERM and SIGHUP, where the script has no handlers of its
+    own, save it and exit with 143 or 129.
 
     Args:
         config: the settings. Relative paths are looked up in the working directory.
@@ -69,7 +71,7 @@ def train_config(
     resolved = resolve_config(config)
     training = thread.submit(lambda: run_training(resolved, resume=resume, stop=stop, on_row=on_row))
     try:
-        with _raised_interrupts():
+        with _raised_interrupts(), stop_on_signals(stop, GRACE_SECONDS, _ending_signals()):
             while True:
                 try:
                     run = training.result()
@@ -85,8 +87,16 @@ def train_config(
                         )
     finally:
         thread.close()
+    if stop.number not in (None, signal.SIGINT):
+        raise SystemExit(128 + stop.number)
     model = None if run is None or run.model.is_on_meta else run.model
     return TrainResult(resolved.folder, model, stop.number is not None)
+
+
+def _ending_signals() -> list[signal.Signals]:
+    """SIGTERM and SIGHUP, as far as they would end the process."""
+    others = (number for number in stop_signals() if number != signal.SIGINT)
+    return [number for number in others if signal.getsignal(number) == signal.SIG_DFL]
 
 
 @contextmanager

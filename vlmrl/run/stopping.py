@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
@@ -92,8 +92,11 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP, the end of the terminal, request the stop. SIGHUP stays ignored under `nohup`.
+def stop_on_signals(
+    stop: StopRequest, grace_seconds: float | None = None, numbers: Sequence[int] | None = None
+) -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP, the end of the terminal, or the signals of ``numbers`` request the stop. SIGHUP stays ignored
+    under `nohup`.
 
     A second SIGINT ends the process, unless it comes within a second: launchers pass the first one on. A second SIGTERM does not.
 
@@ -125,7 +128,8 @@ def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> It
         elif number == signal.SIGINT and now - first >= SAME_SIGNAL_SECONDS:
             _end_process(number, "stopped at once: what was not saved yet is lost")
 
-    earlier = {number: signal.signal(number, on_signal) for number in stop_signals()}
+    handled = stop_signals() if numbers is None else numbers
+    earlier = {number: signal.signal(number, on_signal) for number in handled}
     try:
         yield
     finally:
