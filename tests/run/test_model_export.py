@@ -184,6 +184,17 @@ def test_what_cannot_be_exported_is_said(full, tmp_path):
         export_model(full, str(full))
 
 
+@pytest.mark.parametrize("to", ["model/hf", "link/hf", "model/a/b/../hf"])
+def test_no_folder_is_exported_into_itself(tmp_path, to, monkeypatch):
+    monkeypatch.setattr(model_export, "_write", lambda *_: pytest.fail("it would be copied into itself"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to("model")
+    with pytest.raises(ValueError, match="must not be in the folder that is exported"):
+        export_model(tmp_path, str(tmp_path / to))
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
 def test_the_hub_gets_it_when_it_is_named(full, tmp_path, monkeypatch):
     calls = []
 

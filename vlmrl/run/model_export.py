@@ -26,7 +26,7 @@ def export_model(source: Path, to: str, *, adapters: bool = False) -> Path:
     was exported: a checkpoint, or a saved model.
 
     Raises:
-        ValueError: ``source`` holds no model, ``to`` is a folder with files, or there are no adapters.
+        ValueError: ``source`` holds no model, ``to`` has files or is in the exported folder, or there are no adapters.
         OSError: the Hub refuses the upload or cannot be reached.
     """
     found = _found_in(source, adapters)
@@ -38,6 +38,9 @@ def export_model(source: Path, to: str, *, adapters: bool = False) -> Path:
         target = Path(to)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ValueError(f"--to must be a new or an empty folder, but {to!r} holds files.")
+        # Each file that is written there would be one more to copy, until the disk is full.
+        if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(found)):
+            raise ValueError(f"--to must not be in the folder that is exported, but {to!r} is in {found}.")
         try:
             _write(found, source, target, adapters)
         except OSError as error:
