@@ -65,6 +65,12 @@ def test_rows_go_on_in_the_file_that_has_the_name(tmp_path):
         metrics.unlink()  # for free space
         log.log(3, {})
         assert [row["step"] for row in read_rows(metrics)] == [3]
+        metrics.unlink()
+        metrics.mkdir()
+        with pytest.raises(OSError, match="cannot be written: Is a directory"):
+            log.log(4, {})
+        metrics.rmdir()
+        log.log(3, {})
         metrics.parent.rename(tmp_path / "moved")
         log.log(4, {})
         metrics.parent.mkdir()  # as another run of the name does, where there are no locks

@@ -173,9 +173,8 @@ def _dataset(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
                 row = {**row, columns["prompt"]: data.prompt}
             return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
 
-    found = _source(
-        data, make, label, list(_warnings(rows, columns if data.prompt is None else columns | {"prompt": ""}))
-    )
+    shown = columns if data.prompt is None else columns | {"prompt": ""}
+    found = _source(data, make, label, list(_warnings(rows, shown)))
     read = {name: column for name, column in columns.items() if name in ("images", "answer")}
     return replace(found, columns=read, names=tuple(rows.columns)), ids
 

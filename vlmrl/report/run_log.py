@@ -118,9 +118,8 @@ class RunLog:
             file = self._file(name)
             self._unflushed.add(name)
             size = os.fstat(file.fileno()).st_size
-            is_cut = (
-                size and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            )  # by an editor that leaves out the last newline
+            # an editor may leave out the last newline
+            is_cut = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
             try:
                 _write_all(file, b"\n" * is_cut + lines)
             except OSError:
@@ -130,11 +129,12 @@ class RunLog:
     def _file(self, name: str) -> FileIO:
         """The file that has this name now: an editor puts another one in its place. If the folder was moved, the open file."""
         path, earlier = self.folder / name, self._open.get(name)
+        if earlier is not None and (_is(path, earlier.fileno()) or not _is(self.folder, self._folder_stat)):
+            return earlier
+        file = path.open("a+b", buffering=0)
         if earlier is not None:
-            if _is(path, os.fstat(earlier.fileno())) or not _is(self.folder, self._folder_stat):
-                return earlier
             earlier.close()
-        file = self._open[name] = path.open("a+b", buffering=0)
+        self._open[name] = file
         return file
 
 
@@ -164,10 +164,10 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _is(path: Path, found: os.stat_result) -> bool:
-    """Whether ``path`` is the file or folder that ``found`` describes."""
+def _is(path: Path, found: os.stat_result | int) -> bool:
+    """Whether ``path`` is the file or folder that ``found`` describes or, a handle, has open."""
     with suppress(OSError):
-        return os.path.samestat(path.stat(), found)
+        return os.path.samestat(path.stat(), os.fstat(found) if isinstance(found, int) else found)
     return False
 
 
