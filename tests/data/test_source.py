@@ -829,10 +829,12 @@ def test_a_path_of_an_image_beside_messages_is_warned_of(tmp_path):
     assert warning.startswith("column 'image' holds images that no prompt shows")
 
 
-def test_a_column_whose_type_is_that_of_images_is_warned_of(tmp_path):
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_column_whose_type_is_that_of_images_is_warned_of(tmp_path, is_list):
     """Also of formats that are not recognized, and where the first row has none."""
-    rows = hf.Dataset.from_dict({"prompt": ["a", "b"], "scan": [None, {"bytes": b"BM", "path": None}]})
-    rows.cast_column("scan", hf.Image()).save_to_disk(tmp_path / "saved")
+    other = {"bytes": b"BM", "path": None}
+    rows = hf.Dataset.from_dict({"prompt": ["a", "b"], "scan": [None, [other] if is_list else other]})
+    rows.cast_column("scan", hf.List(hf.Image()) if is_list else hf.Image()).save_to_disk(tmp_path / "saved")
     (warning,) = load_tasks(Data(str(tmp_path / "saved"))).warnings
     assert warning.startswith("column 'scan' holds images that no prompt shows")
 
