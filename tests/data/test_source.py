@@ -807,6 +807,7 @@ QUESTION = [{"role": "system", "content": "Count."}, {"role": "user", "content":
         (QUESTION, "image", {"bytes": A, "path": None}),
         (QUESTION, "image", A),
         ([{"role": "user", "content": [{"type": "text", "text": "How many?"}]}], "image", A),
+        (QUESTION, "image", b"BM is no format that is recognized"),
         ("Book a flight.", "screenshot", {"bytes": A, "path": None}),
         ("Book a flight.", "screenshot", {"bytes": None, "path": "0.webp"}),
         ("What?", "decoded_image", [A, B]),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,6 +108,22 @@ def test_an_incomplete_last_line_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
     assert read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_no_half_line_of_a_disk_that_becomes_full_is_left(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.log(1, {"reward": 0.5})
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                log.log(2, {"reward": 0.5})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        log.log(2, {"reward": 0.75})
+    assert [row["reward"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.5, 0.75]
 
 
 def test_the_config_is_written_in_plain_json(tmp_path):

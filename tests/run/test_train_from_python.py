@@ -136,21 +136,22 @@ def test_an_interrupt_ends_it_in_a_coroutine_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_handler_of_your_own_is_called(tmp_path):
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_a_handler_of_your_own_is_called(tmp_path, ending):
     """One that ends the training by ``on_step``, for example."""
     seen: list[int] = []
 
-    def interrupt_once(row):
+    def send_once(row):
         if row["step"] == 2:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident, ending)
         return bool(seen)
 
-    earlier = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    earlier = signal.signal(ending, lambda number, frame: seen.append(number))
     try:
-        result = vlmrl.train(config(tmp_path, steps=30), on_step=interrupt_once)
+        result = vlmrl.train(config(tmp_path, steps=30), on_step=send_once)
     finally:
-        signal.signal(signal.SIGINT, earlier)
-    assert seen == [signal.SIGINT] and not result.interrupted and result.metrics[-1]["step"] < 30
+        signal.signal(ending, earlier)
+    assert seen == [ending] and not result.interrupted and result.metrics[-1]["step"] < 30
 
 
 @pytest.mark.slow
