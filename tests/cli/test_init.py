@@ -78,7 +78,7 @@ def test_the_text_starter_learns(monkeypatch, tmp_path):
     vlmrl_command(monkeypatch, "init", ".", "--kind", "text")
     vlmrl_command(monkeypatch, "train", "recipe.py", "--no-save-model", "--train.steps", "12")
     summary = json.loads((tmp_path / "runs/text/summary.json").read_text())
-    assert summary["reward_after"] > summary["reward_before"] + 0.15  # 0.4 where it was written
+    assert summary["reward_after"] > summary["reward_before"] + 0.15  # 0.36 where it was written
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch, capsys, tmp_path):
