@@ -46,6 +46,18 @@ async def test_a_reward_that_is_no_number_stays_in_its_page(tmp_path, value, wha
         assert str(raised.value).endswith(f"but it gave {what}.")
 
 
+async def test_marks_beyond_the_window_are_cut_to_it(tmp_path):
+    """Pillow draws each pixel of a frame, also those beside the image, and holds the interpreter: 13 s for this page's one button."""
+    html = """<button>A</button><script>
+    innerWidth = innerHeight = 2e9;
+    Element.prototype.getBoundingClientRect = () => ({ left: -2e9, top: 0, right: 2e9, bottom: 2e9 });
+    Math.max = (_, side) => side;
+    document.elementFromPoint = () => null;
+    </script>"""
+    async with opened(page_env(tmp_path, html), observe="marks") as env:
+        assert await env._call(env._tab.boxes()) == [(0, 0, 200, 100)]
+
+
 async def test_a_page_that_asks_until_it_is_refused_goes_on(tmp_path):
     asking = on_click("let n = 0; while (confirm(`Again ${n}?`)) n++; document.title = n")
     async with opened(page_env(tmp_path, asking)) as env:

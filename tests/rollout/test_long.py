@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from dataclasses import replace
 
 import pytest
 from testing.episodes import a_task, image, renderer, turn_loop
 
 from vlmrl.env.base import Env, obs
+from vlmrl.rollout.teacher_rows import seen_messages
 from vlmrl.samples import audit, concat, merge_prefixes, step_wise
 
 
@@ -59,3 +62,14 @@ def test_rows_of_a_long_episode_share_images_and_merge_into_one(monkeypatch):
     merged.rewards = joined.rewards  # a step-wise row has the whole reward on the last token
     assert merged == joined
     audit(rows, [trajectory], image_token_id=renderer().image_token_id)
+
+
+def test_a_teacher_may_see_all_of_an_episode_with_more_turns_than_pythons_stack_has_calls(monkeypatch):
+    """It was a RecursionError, which ended the run, as an error in `teacher.sees` does."""
+    trajectory, _, _ = play(monkeypatch, 2, False)
+    first, second = trajectory.turns
+    count = sys.getrecursionlimit()
+    trajectory.turns = [first, *(replace(second, parent=number) for number in range(count))]
+    seen = seen_messages(trajectory, count)
+    assert [message["role"] for message in seen[1:]] == ["assistant", "user"] * count
+    assert seen[-2:] == seen[1:3] and seen[-1] is not seen[2]

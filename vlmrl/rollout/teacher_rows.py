@@ -28,13 +28,12 @@ class TeacherPrompt(NamedTuple):
 
 def seen_messages(trajectory: Trajectory, turn: int) -> list[Message]:
     """The messages that the policy saw before the response of ``turn``: to be changed by a function that ``teacher.sees`` names."""
-    node = trajectory.turns[turn]
-    if node.rewritten is not None:
-        return [copied(message) for message in node.rewritten]
-    if node.parent is None:
-        return [copied(message) for message in node.messages]
-    above = trajectory.turns[node.parent]
-    return [*seen_messages(trajectory, node.parent), *copied([response_message(above), *node.messages])]
+    turns, pieces = trajectory.turns, []
+    while (node := turns[turn]).rewritten is None and node.parent is not None:
+        pieces.append([response_message(turns[node.parent]), *node.messages])
+        turn = node.parent
+    pieces.append(node.messages if node.rewritten is None else node.rewritten)
+    return [copied(message) for piece in reversed(pieces) for message in piece]
 
 
 class TeacherRows:

@@ -185,8 +185,13 @@ class BrowserTab:
         raise AssertionError("unreachable")
 
     async def boxes(self) -> list[tuple[int, int, int, int]]:
-        """Left, top, right and bottom of each element that can be clicked, in reading order, in CSS pixels."""
-        return [tuple(box) for box in await self._page.evaluate(script("page_marks.js"))]
+        """Left, top, right and bottom of each element that can be clicked, in reading order, in CSS pixels of the window.
+
+        A page may give larger numbers: Pillow draws each pixel of a frame, also those beside the image, and nothing else runs then.
+        """
+        found: Any = await self._page.evaluate(script("page_marks.js"))
+        ends = (self.kind.width, self.kind.height) * 2
+        return [tuple(min(max(0, side), end) for side, end in zip(box, ends, strict=True)) for box in found]
 
     async def tree(self, root: str) -> str:
         """The accessibility tree of the element of a CSS selector, as YAML."""
