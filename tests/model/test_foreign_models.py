@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from testing.runs import short_quickstart
 
 from vlmrl.config import Model
 from vlmrl.model import tiny
 from vlmrl.model.loading import image_processor_of, largest_image_of, load_model, load_reader, on_host
 from vlmrl.model.model_files import load_video_processor
+from vlmrl.run.build import build_run, check_saving
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -134,6 +136,44 @@ def test_a_config_names_no_file_that_is_read_in_its_place(device, qwen3_vl, tmp_
             load(Model(path=str(folder)), tmp_path)
     with pytest.raises(ValueError, match=r"config\.json must not have configuration_files"):
         load_model(Model(path=str(folder), device=device), tmp_path, seed=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("config.json", {"_auto_class": "AutoConfig"}),
+        ("config.json", {"distributed_config": "none"}),
+        ("config.json", {"save_pretrained": True}),
+        ("tokenizer_config.json", {"backend_tokenizer": "tokenizers"}),
+    ],
+)
+def test_what_cannot_be_saved_is_known_before_the_training(file, settings, device, qwen3_vl, tmp_path):
+    """transformers takes settings of any name. The trained model could not be saved, at the end of the run."""
+    folder = copied(qwen3_vl, tmp_path / "model")
+    change(folder / file, **settings)
+    loaded = load_model(Model(path=str(folder), device=device), tmp_path, seed=0)
+    with pytest.raises(
+        ValueError, match=r"model\.path .* saving them failed: \w+: .* Remove what does not belong there"
+    ):
+        check_saving(loaded)
+
+
+def test_a_run_tries_what_it_will_save(qwen3_vl, tmp_path):
+    folder = copied(qwen3_vl, tmp_path / "model")
+    change(folder / "config.json", _auto_class="AutoConfig")
+    with pytest.raises(ValueError, match=r"model\.path .* saving them failed"):
+        build_run(short_quickstart(tmp_path, model=Model(path=str(folder))))
+
+
+def test_a_full_disk_is_not_the_models_fault(qwen3_vl, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    loaded = load_model(Model(path=str(qwen3_vl), device="meta"), tmp_path, seed=0)
+    monkeypatch.setattr(type(loaded.tokenizer), "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        check_saving(loaded)
 
 
 def test_an_older_name_of_a_processor_of_another_model_is_refused(qwen3_vl, tmp_path):

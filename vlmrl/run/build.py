@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -153,6 +154,7 @@ def build_run(config: Config, ranks: Ranks | None = None, commands: Commands | N
     torch.manual_seed(config.seed)
     ranks = ranks or Ranks()
     model = load_model(_model_settings(config, ranks), config.models_dir, config.seed)
+    check_saving(model)
     has_servers = bool(config.teacher.servers[0])
     if config.teacher.model not in (None, *OWN) and not has_servers:
         check_reader(model, load_reader(replace(config.model, path=config.teacher.model), config.models_dir))
@@ -250,6 +252,21 @@ def _kv_cache_bytes(config: Config, ranks: Ranks, device: torch.device) -> float
         return None
     # The plan gives it no more than the responses take, without any copy.
     return plan.cache + plan.gpu.memory - plan.peak
+
+
+def check_saving(model: LoadedModel) -> None:
+    """Raises ValueError if what belongs to the weights cannot be saved, which is better known before the training than after it."""
+    with TemporaryDirectory(prefix="vlmrl-") as folder:
+        try:
+            model.save(Path(folder), weights=())
+        except Exception as error:  # transformers takes settings of any name from a model's files
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise  # this machine's error, such as a full disk
+            raise ValueError(
+                f"model.path {model.path!r}: its config, tokenizer and processor must be such that they can be saved with the "
+                f"trained model, but saving them failed: {type(error).__name__}: {error}. Remove what does not belong there from "
+                "its config.json and tokenizer_config.json."
+            ) from error
 
 
 def check_names(config: Config) -> None:
