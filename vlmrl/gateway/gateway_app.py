@@ -54,7 +54,7 @@ KEPT_IDS = 100_000  # of closed trajectories, whose requests are answered with 4
 ROUTES = "POST /v1/chat/completions, POST /v1/messages, POST /v1/messages/count_tokens, GET /v1/models and POST /reward"
 RESPONSES_REMEDY = (
     ' Set the client to chat completions: openai-agents has set_default_openai_api("chat_completions") and '
-    "OpenAIChatCompletionsModel, langchain-openai use_responses_api=False."
+    "OpenAIChatCompletionsModel, langchain-openai use_responses_api=False, pydantic-ai OpenAIChatModel."
 )
 log = logging.getLogger(__name__)
 
