@@ -363,8 +363,8 @@ def command(request: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any
     served: list[Any] = []
     for module in (env_server, retrieval_server):
 
-        def run_server(app: Any, binding: Binding, announcement: str) -> None:
-            print(announcement)
+        def run_server(app: Any, binding: Binding, what: str, path: str = "") -> None:
+            print(what, binding.url(path))
             served.append(binding)
 
         monkeypatch.setattr(module, "run_server", run_server)
@@ -405,8 +405,15 @@ def test_a_port_in_use_is_said_before_the_address(capsys: Any):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"--port {port} of --host 127.0.0.1 is in use: choose another one"):
-            http_server.run_server(echo(), Binding("127.0.0.1", port, None, 100, "MY_TOKEN"), "echo at")
+            http_server.run_server(echo(), Binding("127.0.0.1", port, None, 100, "MY_TOKEN"), "echo")
     assert capsys.readouterr().out == ""
+
+
+def test_the_port_that_the_system_chose_is_printed(capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    ports: list[int] = []
+    monkeypatch.setattr(http_server, "serve_on", lambda listener, app: ports.append(listener.getsockname()[1]))
+    http_server.run_server(echo(), Binding("127.0.0.1", 0, None, 100, "MY_TOKEN"), "echo", "/echo")
+    assert capsys.readouterr().out == f"echo at http://127.0.0.1:{ports[0]}/echo\n"
 
 
 def test_the_guard_is_around_what_is_run(monkeypatch: pytest.MonkeyPatch):

@@ -131,5 +131,4 @@ def serve_retriever(arguments: RetrieverServerArguments) -> None:
         split=arguments.split,
     )
     app = create_retriever_app(retriever, arguments.topk)
-    announcement = f"{retriever.passages} passages by {retriever.name} at {binding.url('/retrieve')}"
-    run_server(app, binding, announcement)
+    run_server(app, binding, f"{retriever.passages} passages by {retriever.name}", "/retrieve")

@@ -1,7 +1,7 @@
 """Common parts of vlmrl's HTTP servers: address, access, limits on a request's body, and serving an app.
 
     app = guarded(create_my_app(), token=None, max_body=2**20)
-    run_server(app, Binding("127.0.0.1", 8100, None, 2**20, "MY_TOKEN"), "it serves")    # until Ctrl-C
+    run_server(app, Binding("127.0.0.1", 8100, None, 2**20, "MY_TOKEN"), "my env")       # until Ctrl-C
     server = ServerThread(app, open_port("127.0.0.1", 0), "mine")                          # until server.close()
 
 All are applications of aiohttp. A server without a token listens on the loopback address only, and answers no request for another
@@ -18,7 +18,7 @@ import random
 import secrets
 import socket
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -281,14 +281,15 @@ def _refused(status: int, message: str) -> web.Response:
     return response
 
 
-def run_server(app: web.Application, binding: Binding, announcement: str) -> None:
-    """Open the port, print ``announcement``, and serve an app, guarded, until interrupted.
+def run_server(app: web.Application, binding: Binding, what: str, path: str = "") -> None:
+    """Open the port, print ``what`` is served at which URL, that of ``path``, and serve an app, guarded, until interrupted.
 
     Raises ValueError if the port is in use or cannot be opened.
     """
     guarded(app, binding.token, binding.max_body)
     with binding.open_port() as listener:
-        print(announcement, flush=True)
+        opened = replace(binding, port=listener.getsockname()[1])  # port 0 is any free one
+        print(f"{what} at {opened.url(path)}", flush=True)
         serve_on(listener, app)
 
 

@@ -338,7 +338,7 @@ def serve_env(arguments: EnvServerArguments) -> None:
         spec, timeout=arguments.timeout, idle_timeout=arguments.idle_timeout, max_sessions=arguments.max_sessions
     )
     app = create_env_app(server)
-    run_server(app, binding, f"{spec.name} at {binding.url()}")
+    run_server(app, binding, spec.name)
 
 
 class _Start(NamedTuple):
