@@ -1,4 +1,4 @@
-"""Requests of both APIs as one form: exact messages, what is refused by name, what is overridden, images that are read once."""
+"""Requests of chat completions and Anthropic as one form: exact messages, what is refused or overridden, images read once."""
 
 from __future__ import annotations
 

@@ -151,6 +151,64 @@ def openai_stream_helper(client) -> str:
         messages += [message, *results(message["tool_calls"])]
 
 
+def as_responses_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", **tool["function"]}
+
+
+def responses_loop(client, send) -> str:
+    """OpenAI's Responses API, with the whole conversation in each request."""
+    asked = [{"type": "input_image", "image_url": data_uri(crop("blue"))}]
+    asked.append({"type": "input_text", "text": "What color is it?"})
+    items: list[Any] = [{"role": "user", "content": asked}]
+    tools = [as_responses_tool(tool) for tool in TOOLS]
+    while True:
+        response = send(model=client.model, input=items, tools=tools, store=False)
+        assert response.status == "completed", response
+        items += response.output
+        calls = [item for item in response.output if item.type == "function_call"]
+        if not calls:
+            return response.output_text
+        shown = [{"type": "input_image", "image_url": data_uri(crop())}, {"type": "input_text", "text": "Closer:"}]
+        items += [
+            {
+                "type": "function_call_output",
+                "call_id": each.call_id,
+                "output": shown if each.name == "zoom" else f"{each.name} {each.arguments}",
+            }
+            for each in calls
+        ]
+
+
+def openai_responses(client) -> str:
+    return responses_loop(client, client.openai().responses.create)
+
+
+def openai_responses_streaming(client) -> str:
+    """The SDK's own accumulation of a stream."""
+    openai = client.openai()
+
+    def send(**request: Any):
+        with openai.responses.stream(**request) as stream:
+            return stream.get_final_response()
+
+    return responses_loop(client, send)
+
+
+def openai_responses_items(client) -> str:
+    """The items of a stream, as agents that show each when it is done read them."""
+    openai = client.openai()
+
+    def send(**request: Any):
+        events = list(openai.responses.create(**request, stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        whole = events[-1].response
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [item.to_dict() for item in done] == [item.to_dict() for item in whole.output]
+        return whole.model_copy(update={"output": done})
+
+    return responses_loop(client, send)
+
+
 def litellm_sync(client) -> str:
     import litellm
 
@@ -164,7 +222,20 @@ def litellm_sync(client) -> str:
 
 
 def openai_agents(client) -> str:
-    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    from agents import OpenAIChatCompletionsModel
+
+    return openai_agent(OpenAIChatCompletionsModel(client.model, client.async_openai()))
+
+
+def openai_agents_responses(client) -> str:
+    """The SDK's default."""
+    from agents import OpenAIResponsesModel
+
+    return openai_agent(OpenAIResponsesModel(client.model, client.async_openai()))
+
+
+def openai_agent(model) -> str:
+    from agents import Agent, Runner, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
 
@@ -183,14 +254,17 @@ def openai_agents(client) -> str:
         """Does nothing."""
         return "nothing"
 
-    model = OpenAIChatCompletionsModel(client.model, client.async_openai())
     agent = Agent("seer", instructions="Look.", tools=[zoom, note, nothing], model=model)
     parts = [{"type": "input_image", "image_url": data_uri(crop("blue")), "detail": "auto"}]
     parts.append({"type": "input_text", "text": "What color is it?"})
     return asyncio.run(Runner.run(agent, [{"role": "user", "content": parts}])).final_output
 
 
-def langgraph(client) -> str:
+def langgraph_responses(client) -> str:
+    return langgraph(client, use_responses_api=True)[0]["text"]
+
+
+def langgraph(client, **options: Any) -> Any:
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
     from langgraph.graph import START, MessagesState, StateGraph
@@ -212,7 +286,8 @@ def langgraph(client) -> str:
         return "nothing"
 
     tools = [zoom, note, nothing]
-    model = ChatOpenAI(model=client.model, base_url=client.base_url, api_key=client.api_key).bind_tools(tools)
+    model = ChatOpenAI(model=client.model, base_url=client.base_url, api_key=client.api_key, **options)
+    model = model.bind_tools(tools)
     graph = StateGraph(MessagesState).add_node("ask", lambda state: {"messages": [model.invoke(state["messages"])]})
     graph.add_node("tools", ToolNode(tools)).add_edge(START, "ask").add_edge("tools", "ask")
     graph.add_conditional_edges("ask", tools_condition)
@@ -307,12 +382,17 @@ LOST = {
         ("openai", openai_async, IMAGES),
         ("openai", openai_streaming, IMAGES),
         ("openai", openai_stream_helper, IMAGES),
+        ("openai", openai_responses, IMAGES),
+        ("openai", openai_responses_streaming, IMAGES),
+        ("openai", openai_responses_items, IMAGES),
         ("litellm", litellm_sync, IMAGES),
         ("anthropic", anthropic_sync, IMAGES),
         ("anthropic", anthropic_streaming, IMAGES),
         ("anthropic", anthropic_tool_runner, IMAGES),
         ("agents", openai_agents, LOST),
+        ("agents", openai_agents_responses, LOST),
         ("langgraph", langgraph, IMAGES),
+        ("langgraph", langgraph_responses, IMAGES),
     ],
 )
 def test_a_clients_requests_are_one_row_as_sampled(package, agent, images, calls, renderer, monkeypatch):

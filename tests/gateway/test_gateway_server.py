@@ -1,4 +1,4 @@
-"""The gateway over HTTP: both APIs and their own clients, keys, errors, streams, what ends a request, and the end of the server."""
+"""The gateway over HTTP: its APIs and their own clients, keys, errors, streams, what ends a request, and the end of the server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 from testing.agent_episodes import ZOOM, agent_episode, zoom_call
 from testing.episodes import wait_until
-from testing.gateway import HELLO, PATIENCE, Gate, png, serving, uri
+from testing.gateway import HELLO, PATIENCE, Gate, png, serving, turns_of, uri
 from testing.templates import real_renderer
 
 from vlmrl.config import Gateway
@@ -21,14 +21,6 @@ from vlmrl.gateway.episode import MAX_KEYS
 
 pytestmark = pytest.mark.slow
 openai = pytest.importorskip("openai")
-
-
-def turns_of(served, episode) -> list:
-    async def finish() -> None:
-        episode.finish()
-
-    served.run_loop.wait(finish(), PATIENCE)
-    return episode.trajectory.turns
 
 
 def test_an_openai_client_reads_a_stream():
@@ -107,7 +99,7 @@ def test_keys_addresses_and_routes():
             ]
             == "a"
         )
-        response = served.post("/v1/responses")
+        response = served.post("/v1/completions")
         assert response.status_code == 404 and "POST /v1/chat/completions" in response.json()["error"]["message"]
         response = served.post("/v1/messages", headers={"authorization": "x"})
         assert response.status_code == 401 and response.json()["type"] == "error"
@@ -120,14 +112,6 @@ def test_keys_addresses_and_routes():
         assert other.openai().models.list().data[0].id == other.openai().models.retrieve("x").id == "policy"
         assert (other.openai().models.list().object, other.openai().models.retrieve("x").object) == ("list", "model")
         assert served.server.counts["wrong_key"] == 2 and served.server.counts["unknown"] == 1
-
-
-def test_a_client_of_the_responses_api_is_told_how_to_change():
-    """It is what openai-agents uses unless it is told otherwise."""
-    with serving(agent_episode([])) as served, pytest.raises(openai.NotFoundError) as raised:
-        served.client.openai().responses.create(model="any", input="hello")
-    assert 'set_default_openai_api("chat_completions")' in raised.value.message
-    assert raised.value.code == "no_route"
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", ""])

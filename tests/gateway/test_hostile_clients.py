@@ -241,12 +241,12 @@ def test_a_long_body_of_a_reward_does_not_stop_the_event_loop(monkeypatch):
         assert served.server._app._held == 0
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_a_models_name_has_a_limit_since_each_event_of_a_stream_repeats_it(path):
     with serving(others(), others()) as served:
-        longest = served.post(path, HELLO | {"stream": True, "model": "m" * 1024})
+        longest = served.post(path, HELLO | {"stream": True, "model": "m" * 1024, "input": "hello"})
         assert longest.status_code == 200 and len(longest.content) < 10_000
-        refused = served.post(path, HELLO | {"stream": True, "model": "m" * 1025})
+        refused = served.post(path, HELLO | {"stream": True, "model": "m" * 1025, "input": "hello"})
         assert refused.status_code == 400 and "1024 characters" in refused.text
 
 

@@ -1,4 +1,4 @@
-"""Hostile requests of agents: bodies of both APIs, tool schemas and stop strings, most of them nearly right, and responses to them."""
+"""Hostile requests of agents: bodies of all APIs, tool schemas and stop strings, most of them nearly right, and responses to them."""
 
 from __future__ import annotations
 
@@ -104,6 +104,55 @@ def openai_body(rng: random.Random) -> Body:
         "temperature": value(rng, 0),
         "response_format": {"type": "text"},
         "n": 1,
+        "metadata": value(rng),
+        "unknown": value(rng),
+    }
+    return body | {name: often(rng, fields[name]) for name in rng.sample(sorted(fields), rng.randint(0, 4))}
+
+
+def responses_part(rng: random.Random) -> Body:
+    if rng.random() < 0.7:
+        kind = rng.choice(("input_text", "input_text", "output_text", "refusal"))
+        return {"type": kind, "refusal" if kind == "refusal" else "text": often(rng, words(rng))}
+    return {
+        "type": "input_image",
+        "image_url": rng.choice((PNG_URI, PNG_URI, rng.choice(PLACES), None)),
+        "detail": "low",
+    }
+
+
+def responses_item(rng: random.Random) -> Body:
+    kind = rng.choice(("message", "message", "message", "function_call", "function_call_output", "reasoning"))
+    content: Any = words(rng) if rng.random() < 0.6 else [responses_part(rng) for _ in range(rng.randint(0, 3))]
+    if kind == "function_call":
+        call = openai_call(rng)
+        return {"type": kind, "id": "fc_1", "call_id": call["id"], **call["function"], "status": "completed"}
+    if kind == "function_call_output":
+        return {"type": kind, "call_id": often(rng, "call_1"), "output": often(rng, content)}
+    if kind == "reasoning":
+        thoughts = [{"type": "reasoning_text", "text": often(rng, words(rng))} for _ in range(rng.randint(0, 2))]
+        return {"type": kind, "id": "rs_1", rng.choice(("summary", "content")): often(rng, thoughts)}
+    role = rng.choice(("user", "user", "assistant", "developer", "system"))
+    return {"role": often(rng, role), "content": often(rng, content)} | rng.choice(({}, {"type": kind}))
+
+
+def responses_body(rng: random.Random) -> Body:
+    items: Any = [responses_item(rng) for _ in range(rng.choice((1, 1, 2, 3, 6)))]
+    body: Body = {"input": words(rng) if rng.random() < 0.1 else items}
+    if rng.random() < 0.5:
+        made = tools(rng, is_openai=True)
+        body["tools"] = [
+            {"type": "function"} | (tool["function"] if isinstance(tool["function"], dict) else {}) for tool in made
+        ]
+    fields: Body = {
+        "instructions": words(rng),
+        "max_output_tokens": 9,
+        "stream": True,
+        "include": ["message.output_text.logprobs"],
+        "tool_choice": rng.choice(("auto", "none", "required")),
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "reasoning": {"effort": "low"},
+        "truncation": "disabled",
         "metadata": value(rng),
         "unknown": value(rng),
     }

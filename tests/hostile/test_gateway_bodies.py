@@ -22,7 +22,7 @@ from testing.hostile import harmless
 
 from vlmrl.config import Gateway
 from vlmrl.engine.base import Request
-from vlmrl.gateway import anthropic_api, openai_api
+from vlmrl.gateway import anthropic_api, openai_api, openai_responses_api
 from vlmrl.gateway.chat import ChatError, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.gateway.request_body import ParsedRequest, read_json
@@ -38,6 +38,17 @@ ANTHROPIC = (
     anthropic_api.anthropic_stream,
     anthropic_api.anthropic_error,
 )
+RESPONSES = (
+    openai_responses_api.read_responses_request,
+    openai_responses_api.responses_response,
+    openai_responses_api.responses_stream,
+    openai_api.openai_error,
+)
+OVER_HTTP = [
+    (bodies.openai_body, ("/v1/chat/completions",)),
+    (bodies.anthropic_body, ("/v1/messages", "/v1/messages/count_tokens")),
+    (bodies.responses_body, ("/v1/responses",)),
+]
 
 
 def episode_of(rng: random.Random) -> AgentEpisode:
@@ -115,6 +126,7 @@ def with_stops(rng: random.Random) -> bodies.Body:
 CASES = [
     ("openai", bodies.openai_body, OPENAI),
     ("anthropic", bodies.anthropic_body, ANTHROPIC),
+    ("responses", bodies.responses_body, RESPONSES),
     ("tools", with_tools, OPENAI),
     ("stops", with_stops, OPENAI),
 ]
@@ -135,15 +147,14 @@ def test_hostile_bodies_over_http(hostile):
     quiet = agent_episode(lambda request, turn: "fine", max_turns=10**6)
     for number, rng in enumerate(hostile("gateway http")):
         with serving(episode_of(rng), quiet) as served:
-            is_openai = rng.random() < 0.5
-            body = bodies.openai_body(rng) if is_openai else bodies.anthropic_body(rng)
+            make, paths = rng.choice(OVER_HTTP)
+            body = make(rng)
             content = bodies.sent(rng, body)
             if rng.random() < 0.3:
                 place = rng.randrange(len(content))
                 content = content[:place] + rng.randbytes(rng.randint(0, 3)) + content[place + rng.randint(0, 3) :]
-            path = "/v1/chat/completions" if is_openai else rng.choice(("/v1/messages", "/v1/messages/count_tokens"))
             with harmless(body, ("127.0.0.1",)):
-                response = served.post(path, content)
+                response = served.post(rng.choice(paths), content)
             assert response.status_code in (200, 400), (number, response.text)
             assert served.post(client=served.clients[1]).status_code == 200
         if number >= 200:  # each has a server of its own

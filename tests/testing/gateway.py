@@ -68,6 +68,16 @@ def serving(*episodes: Any, settings: Gateway | None = None, **limits: Any) -> I
         run_loop.close()
 
 
+def turns_of(served: Served, episode: Any) -> list[Any]:
+    """The turns of an episode, which it ends."""
+
+    async def finish() -> None:
+        episode.finish()
+
+    served.run_loop.wait(finish(), PATIENCE)
+    return episode.trajectory.turns
+
+
 def png(color: str = "red", size: tuple[int, int] = (64, 32)) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", size, color).save(buffer, format="PNG")

@@ -1,6 +1,7 @@
 """The application that agents call. Each trajectory has an address and a key of its own.
 
     POST /t/ID/v1/chat/completions         OpenAI's API, also as a stream
+    POST /t/ID/v1/responses                OpenAI's Responses API, also as a stream
     POST /t/ID/v1/messages                 Anthropic's API, also as a stream
     POST /t/ID/v1/messages/count_tokens
     GET  /t/ID/v1/models
@@ -51,10 +52,9 @@ MAX_IN_FLIGHT = 64  # requests of one trajectory
 MAX_BODY = 64 * 2**20  # bytes of one request, images included
 MAX_HELD = 2**30  # bytes of all bodies, and of what was parsed of them, until they are rendered
 KEPT_IDS = 100_000  # of closed trajectories, whose requests are answered with 410 in place of 404
-ROUTES = "POST /v1/chat/completions, POST /v1/messages, POST /v1/messages/count_tokens, GET /v1/models and POST /reward"
-RESPONSES_REMEDY = (
-    ' Set the client to chat completions: openai-agents has set_default_openai_api("chat_completions") and '
-    "OpenAIChatCompletionsModel, langchain-openai use_responses_api=False, pydantic-ai OpenAIChatModel."
+ROUTES = (
+    "POST /v1/chat/completions, POST /v1/responses, POST /v1/messages, POST /v1/messages/count_tokens, GET /v1/models "
+    "and POST /reward"
 )
 log = logging.getLogger(__name__)
 
@@ -180,8 +180,7 @@ class GatewayApp:
         route = f"{request.method} {path.removeprefix('/v1')}"
         is_model = route.startswith("GET /models/")
         if route not in self._handlers and not is_model:
-            hint = RESPONSES_REMEDY if path.startswith("/v1/responses") else ""
-            raise ChatError(404, "no_route", f"{request.method} {path} does not exist; there are {ROUTES}.{hint}")
+            raise ChatError(404, "no_route", f"{request.method} {path} does not exist; there are {ROUTES}.")
         if len(opened.tasks) >= self._max_in_flight:
             raise ChatError(
                 429, "in_flight", f"the trajectory has {self._max_in_flight} requests in flight: wait for one."
@@ -343,6 +342,7 @@ class GatewayApp:
 
     _handlers: ClassVar[dict[str, Callable[..., Awaitable[None]]]] = {
         "POST /chat/completions": _complete,
+        "POST /responses": _complete,
         "POST /messages": _complete,
         "POST /messages/count_tokens": _count_tokens,
         "GET /models": _models,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from vlmrl.gateway import anthropic_api, openai_api
+from vlmrl.gateway import anthropic_api, openai_api, openai_responses_api
 from vlmrl.gateway.chat import ChatError, ChatResponse
 from vlmrl.gateway.request_body import ParsedRequest
 from vlmrl.gateway.request_images import RequestImages
@@ -34,6 +34,14 @@ OPENAI = ChatApi(
     openai_api.openai_error,
     openai_api.openai_error_event,
     b": heartbeat\n\n",
+)
+RESPONSES = ChatApi(
+    openai_responses_api.read_responses_request,
+    openai_responses_api.responses_response,
+    openai_responses_api.responses_stream,
+    openai_api.openai_error,
+    openai_responses_api.responses_error_event,
+    OPENAI.heartbeat,
 )
 ANTHROPIC = ChatApi(
     anthropic_api.read_anthropic_request,
@@ -107,4 +115,6 @@ class Exchange:
 
 
 def api_of(request: web.Request) -> ChatApi:
-    return ANTHROPIC if "/messages" in request.path or "anthropic-version" in request.headers else OPENAI
+    if "/messages" in request.path or "anthropic-version" in request.headers:
+        return ANTHROPIC
+    return RESPONSES if request.path.endswith("/responses") else OPENAI

@@ -166,22 +166,22 @@ def _assistant(message: dict[str, Any], where: str, images: RequestImages) -> Me
 
 
 def _call(value: Any, where: str) -> dict[str, Any]:
-    """A call that the client repeats, with its arguments as an object."""
     call = object_field(value, where)
     function = object_field(call.get("function"), f"{where}.function")
-    name = text_field(function.get("name"), f"{where}.function.name")
-    arguments, field = function.get("arguments"), f"{where}.function.arguments"
+    return repeated_call(id_field(call.get("id"), f"{where}.id"), function, f"{where}.function")
+
+
+def repeated_call(call_id: str, function: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call that the client repeats, with its arguments as an object."""
+    name = text_field(function.get("name"), f"{where}.name")
+    arguments, field = function.get("arguments"), f"{where}.arguments"
     if isinstance(arguments, str):
         try:
             arguments = strict_json(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             refuse(field, "a JSON object", arguments)
     check_depth(object_field(arguments, field), field)
-    return {
-        "id": id_field(call.get("id"), f"{where}.id"),
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _content(value: Any, where: str, images: RequestImages | None) -> str | list[dict[str, Any]]:
@@ -213,14 +213,17 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _tool(value: Any, where: str) -> dict[str, Any]:
-    """A function's schema. ``strict`` is left out, since sampling is not constrained."""
     tool = object_field(value, where)
     if tool.get("type") != "function":
         refuse(f"{where}.type", "function", tool.get("type"))
-    function = object_field(tool.get("function"), f"{where}.function")
-    text_field(function.get("name"), f"{where}.function.name")
+    return function_tool(object_field(tool.get("function"), f"{where}.function"), f"{where}.function")
+
+
+def function_tool(function: dict[str, Any], where: str) -> dict[str, Any]:
+    """A function's schema. ``strict`` is left out, since sampling is not constrained."""
+    text_field(function.get("name"), f"{where}.name")
     if function.get("parameters") is not None:
-        object_field(function["parameters"], f"{where}.function.parameters")
+        object_field(function["parameters"], f"{where}.parameters")
     return {"type": "function", "function": {key: item for key, item in function.items() if key != "strict"}}
 
 
@@ -290,8 +293,11 @@ def _message_of(response: ChatResponse) -> dict[str, Any]:
 
 
 def _issued(call: IssuedCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": call.id, "type": "function", "function": function}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+
+
+def arguments_text(call: IssuedCall) -> str:
+    return json.dumps(call.arguments, ensure_ascii=False)
 
 
 def _usage(response: ChatResponse) -> dict[str, int]:
@@ -304,10 +310,12 @@ def _usage(response: ChatResponse) -> dict[str, int]:
 
 
 def _logprobs(parsed: ParsedRequest, response: ChatResponse) -> dict[str, Any] | None:
+    return {"content": token_logprobs(response), "refusal": None} if parsed.logprobs else None
+
+
+def token_logprobs(response: ChatResponse) -> list[dict[str, Any]]:
     """Of all sampled tokens, also those of reasoning, of calls and of the end of the turn. A part of a character has no bytes."""
-    if not parsed.logprobs:
-        return None
-    content = [
+    return [
         {
             "token": text,
             "logprob": logprob,
@@ -316,4 +324,3 @@ def _logprobs(parsed: ParsedRequest, response: ChatResponse) -> dict[str, Any] |
         }
         for text, logprob in zip(response.tokens, response.logprobs, strict=True)
     ]
-    return {"content": content, "refusal": None}
