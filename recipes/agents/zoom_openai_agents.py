@@ -1,7 +1,6 @@
-"""The quickstart's task for an agent of the OpenAI Agents SDK, whose `zoom` tool ends a first run; the second one sees the crop.
+"""The quickstart's task for an agent of the OpenAI Agents SDK, whose `zoom` tool returns an image.
 
-The SDK leaves images out of tool results in Chat Completions requests, so the crop is sent as a user message. The second run
-continues the first one's messages: the sampled tokens are kept, and the episode is one row of training.
+The SDK uses OpenAI's Responses API, in which a tool's result may hold images; its chat completions leave them out.
 
     pip install 'vlmrl[agents]' openai-agents
     python recipes/agents/zoom_openai_agents.py
@@ -9,7 +8,15 @@ continues the first one's messages: the sampled tokens are kept, and the episode
 
 import json
 
-from agents import Agent, ModelBehaviorError, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelBehaviorError,
+    OpenAIResponsesModel,
+    Runner,
+    ToolOutputImage,
+    function_tool,
+    set_tracing_disabled,
+)
 from PIL import Image
 
 import vlmrl
@@ -22,30 +29,24 @@ set_tracing_disabled(True)
 async def play(task, client):
     """The agent: it returns the reward, 1 for the right color."""
     image = load_image(task.images[0])
-    shown = []
 
     @function_tool
-    def zoom(quarter: str) -> str:
+    def zoom(quarter: str) -> ToolOutputImage:
         """Look closer."""
-        shown.append(crop(image, quarter))
-        return "Closer:"
+        return ToolOutputImage(image_url=data_uri(crop(image, quarter)))
 
-    model = OpenAIChatCompletionsModel(client.model, client.async_openai())
-    agent = Agent("zoom", tools=[zoom], model=model, tool_use_behavior="stop_on_first_tool")
-    question = task.prompt[0]["content"][-1]["text"]
+    agent = Agent("zoom", tools=[zoom], model=OpenAIResponsesModel(client.model, client.async_openai()))
+    small = {
+        "type": "input_image",
+        "image_url": data_uri(image.resize((32, 32), Image.Resampling.BOX)),
+        "detail": "auto",
+    }
+    question = {"type": "input_text", "text": task.prompt[0]["content"][-1]["text"]}
     try:
-        result = await Runner.run(agent, [look(image.resize((32, 32), Image.Resampling.BOX), question)])
-        if shown:
-            result = await Runner.run(agent, [*result.to_input_list(), look(shown[0], "Answer")])
+        result = await Runner.run(agent, [{"role": "user", "content": [small, question]}])
     except ModelBehaviorError:  # such as a call of a tool that does not exist: a wrong response, not a failed agent
         return 0.0
     return float(str(result.final_output).strip() == task.answer)
-
-
-def look(image, text):
-    """A user message with an image."""
-    shown = {"type": "input_image", "image_url": data_uri(image), "detail": "auto"}
-    return {"role": "user", "content": [shown, {"type": "input_text", "text": text}]}
 
 
 def crop(image, quarter):

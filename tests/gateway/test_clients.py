@@ -224,25 +224,28 @@ def litellm_sync(client) -> str:
 def openai_agents(client) -> str:
     from agents import OpenAIChatCompletionsModel
 
-    return openai_agent(OpenAIChatCompletionsModel(client.model, client.async_openai()))
+    return openai_agent(
+        OpenAIChatCompletionsModel(client.model, client.async_openai()), lambda quarter: f"closer: {quarter}"
+    )
 
 
 def openai_agents_responses(client) -> str:
-    """The SDK's default."""
-    from agents import OpenAIResponsesModel
+    """The SDK's default, whose tools may return images."""
+    from agents import OpenAIResponsesModel, ToolOutputImage
 
-    return openai_agent(OpenAIResponsesModel(client.model, client.async_openai()))
+    model = OpenAIResponsesModel(client.model, client.async_openai())
+    return openai_agent(model, lambda quarter: ToolOutputImage(image_url=data_uri(crop())))
 
 
-def openai_agent(model) -> str:
+def openai_agent(model, look) -> str:
     from agents import Agent, Runner, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
 
     @function_tool
-    def zoom(quarter: str) -> str:
+    def zoom(quarter: str) -> Any:
         """Does zoom."""
-        return f"closer: {quarter}"
+        return look(quarter)
 
     @function_tool(strict_mode=False)
     def note(text: str, ratio: float, tags: dict[str, Any]) -> str:
@@ -367,7 +370,7 @@ def anthropic_tool_runner(client) -> str:
 
 ARGUMENTS = [{"quarter": "top left"}, NOTE, {"quarter": "bottom right"}, {}]
 IMAGES = {"sampled": [1, 1, 1, 0], "odd": [1, 0, 1]}
-# The SDK leaves out images of tool results, so only the question has one.
+# Over chat completions openai-agents leaves out images of tool results, so only the question has one.
 LOST = {
     "sampled": [1, 0, 0, 0],
     "odd": [1, 0, 0],
@@ -390,7 +393,7 @@ LOST = {
         ("anthropic", anthropic_streaming, IMAGES),
         ("anthropic", anthropic_tool_runner, IMAGES),
         ("agents", openai_agents, LOST),
-        ("agents", openai_agents_responses, LOST),
+        ("agents", openai_agents_responses, IMAGES),
         ("langgraph", langgraph, IMAGES),
         ("langgraph", langgraph_responses, IMAGES),
     ],
