@@ -18,6 +18,7 @@ from vlmrl.rollout.batches import MAX_REJECTED
 from vlmrl.rollout.buffer import AsynchronousBuffer, IdleTimer, LengthBias, SynchronousBuffer
 from vlmrl.rollout.runner import RolloutError, Runner
 from vlmrl.types import Task
+from vlmrl.utils.threads import run_awake
 
 
 class Tasks:
@@ -296,18 +297,22 @@ class RustPanic(BaseException):
     """As `pyo3_runtime.PanicException`, which extensions such as tokenizers and polars raise. It is no Exception."""
 
 
-@pytest.mark.parametrize("error", [RustPanic("index out of bounds"), asyncio.CancelledError()])
-async def test_what_is_no_exception_ends_a_take_that_waits_for_its_group(error):
+@pytest.mark.parametrize("error", [RustPanic("index out of bounds"), asyncio.CancelledError(), SystemExit(3)])
+def test_what_is_no_exception_ends_a_take_that_waits_for_its_group(error):
     """The group was neither ready nor in play any more, and the run waited for it for ever."""
-    play = Play(max_staleness=1)
 
     async def broken(task, group_id, trajectory_id):
         raise error
 
-    play.loop.play = broken
-    with pytest.raises(RuntimeError, match=type(error).__name__):
-        await asyncio.wait_for(play.buffer.take(1), 5)
-    await play.buffer.close()
+    async def take():
+        play = Play(max_staleness=1)
+        play.loop.play = broken
+        with pytest.raises(RuntimeError, match=type(error).__name__):
+            await play.buffer.take(1)
+        await play.buffer.close()
+        return "raised"
+
+    assert run_awake(take()) == "raised"
 
 
 @pytest.mark.parametrize(

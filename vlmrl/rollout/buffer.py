@@ -167,7 +167,7 @@ class AsynchronousBuffer(SynchronousBuffer):
                 group = self._runner.fail_group(draw, name, ended)
             self._length_bias.add_played(list(played.values()))
             self._settle(number, group)
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             raise
         except BaseException as error:  # also the panic of an extension in Rust: `take` waits for this group
             self._error = as_error(error)

@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 GRACE_SECONDS = 2.0  # at the end of a program, for threads that compute
 END_SECONDS = 10.0  # for the cancelled tasks of a loop to end, and for threads that are no daemons if a call hangs
+OUT_OF_A_LOOP = (SystemExit, KeyboardInterrupt, IndexError)
+"""What comes out of a loop: from tasks that call `exit()`, as a policy's code does; IndexError where nest_asyncio ran it in itself."""
 _BUSY: set[threading.Thread] = set()
 _ENDING = threading.Event()  # the interpreter ends: threads take no more calls
 
@@ -111,7 +113,10 @@ class DaemonExecutor(ThreadPoolExecutor):
 
 
 class LoopThread:
-    """An event loop in a daemon thread, whose timeouts are exact even while the main loop is blocked, for example by training."""
+    """An event loop in a daemon thread, whose timeouts are exact even while the main loop is blocked, for example by training.
+
+    It goes on after a task that raises SystemExit: others wait for their own tasks.
+    """
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -149,7 +154,7 @@ class LoopThread:
 
     def _work(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        _run_past(OUT_OF_A_LOOP, self.loop.run_forever)
         left = asyncio.all_tasks(self.loop)
         for task in left:
             if not task.cancelling():  # or it cleans up, which a second one would interrupt
@@ -191,11 +196,27 @@ def drop_result(call: Future[Any]) -> None:
         close_unawaited(call.result())
 
 
+class _ProgramLoop(asyncio.SelectorEventLoop):
+    """A loop that goes on after a task that raises SystemExit, or a run would end as if it were complete. Ctrl-C ends it."""
+
+    def run_forever(self) -> None:
+        _run_past((SystemExit,), super().run_forever)
+
+
+def _run_past(errors: tuple[type[BaseException], ...], run_forever: Callable[[], None]) -> None:
+    """Run a loop until it is stopped, also after ``errors`` of its tasks. Whoever awaits such a task gets its error."""
+    while True:
+        with contextlib.suppress(*errors):
+            return run_forever()
+
+
 def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
     """``asyncio.run`` with a loop that wakes up every second, so that Ctrl-C always works, and that ends.
 
     Python handles a signal between two bytecode instructions. A signal that arrives just before the loop blocks in the system call is
     handled only when the loop wakes up, which never happens while every task waits for a hung env.
+
+    SystemExit becomes a RuntimeError. It ends the coroutine that awaits it, and not the loop.
 
     ``asyncio.run`` waits at its end for each task and each call in a thread that is left. A user's task may ignore that it is
     cancelled, and a call may hang: after :data:`END_SECONDS` both are left alone.
@@ -210,10 +231,12 @@ def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
         awake = asyncio.create_task(stay_awake())
         try:
             return await coroutine
+        except SystemExit as error:  # the loop would run on
+            raise as_error(error) from error
         finally:
             awake.cancel()
 
-    runner = asyncio.Runner()
+    runner = asyncio.Runner(loop_factory=_ProgramLoop)
     try:
         return runner.run(main())
     finally:
