@@ -12,6 +12,7 @@ from vlmrl import Algo, Config, Data, Eval, EvalData, Model, Part, Rollout, Warm
 from vlmrl.algos.choose import BUILT_IN, choose, choose_all
 from vlmrl.config.code import (
     code_path,
+    forget_changed_files,
     load_object,
     places,
     resolve_config,
@@ -64,6 +65,23 @@ def test_load_object_from_a_file_runs_it_once(tmp_path):
     assert load_object("thing.py:b", tmp_path) == 3
     assert sys.modules[first.__module__].A is first
     assert "thing" not in sys.modules
+
+
+def test_a_file_that_has_changed_is_run_again_where_that_is_asked_for(tmp_path):
+    """Between two trainings in a notebook, and not in the middle of one."""
+    write(tmp_path / "same.py", "class A:\n    pass\n")
+    write(tmp_path / "edited.py", "b = 3\n")
+    kept = load_object("same.py:A", tmp_path)
+    assert load_object("edited.py:b", tmp_path) == 3
+    write(tmp_path / "edited.py", "b = 3 + 1\n")
+    assert load_object("edited.py:b", tmp_path) == 3
+    forget_changed_files()
+    assert load_object("edited.py:b", tmp_path) == 4
+    assert load_object("same.py:A", tmp_path) is kept
+    (tmp_path / "edited.py").unlink()
+    forget_changed_files()
+    with pytest.raises(ValueError, match=r"'edited.py' does not exist"):
+        load_object("edited.py:b", tmp_path)
 
 
 def test_files_of_one_name_in_two_folders_do_not_meet(tmp_path):

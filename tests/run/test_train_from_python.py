@@ -155,6 +155,17 @@ def test_a_handler_of_your_own_is_called(tmp_path, ending):
 
 
 @pytest.mark.slow
+def test_an_env_whose_file_was_edited_since_the_last_training_is_the_new_one(tmp_path):
+    """In a notebook, the second training had the rewards of the file as it was at the first."""
+    file, mean = tmp_path / "edited_env.py", []
+    for reward in ("0.0", "0.25"):
+        file.write_text(f"def graded(text, task):\n    return {reward}\n")
+        result = vlmrl.train(replace(config(tmp_path, steps=1), env=None, reward=f"{file}:graded"))
+        mean.append(result.metrics[-1]["eval/reward/mean"])
+    assert mean == [0.0, 0.25]
+
+
+@pytest.mark.slow
 def test_an_error_of_a_callback_is_raised(tmp_path):
     def broken(row):
         raise LookupError("no such metric")

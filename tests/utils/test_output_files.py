@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,6 +106,60 @@ def test_weights_have_the_mode_that_the_umask_gives(tmp_path):
         (part / "config.json").touch()
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "model").iterdir()}
     assert modes == {stat.S_IMODE((tmp_path / "model/config.json").stat().st_mode)}
+
+
+def test_a_file_system_without_modes_and_without_flushes_of_folders_is_written_to(tmp_path, monkeypatch):
+    """On a disk of Windows that belongs to somebody else, chmod is refused; VirtualBox's shared folders flush no folder."""
+    flush = os.fsync
+
+    def flush_files_alone(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flush(handle)
+
+    def refuse(path, mode, **options) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+
+    monkeypatch.setattr(os, "fsync", flush_files_alone)
+    monkeypatch.setattr(os, "chmod", refuse)
+    for text in ("old", "new"):
+        with atomic_folder(tmp_path / "model") as part:
+            (part / "config.json").write_text(text)
+    assert (tmp_path / "model/config.json").read_text() == "new"
+
+
+def test_an_error_of_a_folders_flush_is_raised(tmp_path, monkeypatch):
+    def fail(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OutputError, match="Input/output error"), atomic_folder(tmp_path / "model"):
+        pass
+
+
+def test_a_replaced_folder_of_which_another_program_has_a_file_open_is_deleted_later(tmp_path, monkeypatch):
+    """NFS and sshfs rename such a file, which then keeps its folder, until it is closed."""
+    remove, is_open = os.unlink, True
+
+    def unlink(path, **options) -> None:
+        if is_open and Path(path).name == "open":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    for text in ("first", "second", "third"):
+        with atomic_folder(tmp_path / "model") as part:
+            (part / "open").write_text(text)
+        assert (tmp_path / "model/open").read_text() == text
+    (tmp_path / "step000001").mkdir()
+    (tmp_path / "step000001/open").touch()
+    remove_folder(tmp_path / "step000001")
+    assert not (tmp_path / "step000001").exists()
+    is_open = False
+    with atomic_folder(tmp_path / "model") as part:
+        (part / "last").touch()
+    assert [path.name for path in tmp_path.glob("*model*")] == ["model"]
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -33,6 +33,8 @@ from vlmrl.utils.require import require
 FILE_MODULE = "vlmrl_file_"
 """Prefix of the modules that :func:`load_object` makes of files. Only the process that loaded a file can import its module."""
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
+_executed: dict[str, tuple[Path, bytes]] = {}
+"""The modules that :func:`load_object` made of files: the file, and a hash of what it was when it was executed."""
 
 
 def resolve_config(config: Config, folder: Path | None = None) -> Config:
@@ -293,8 +295,8 @@ def code_path(code: Callable[..., Any]) -> str:
 def load_object(spec: str, folder: Path | None = None) -> Any:
     """The object that ``module:name`` or ``path/to/file.py:name`` names; ``name`` may be dotted (``file.py:Class.method``).
 
-    :func:`resolve_path` finds a file. It is executed once per process, as a module whose name contains a hash of its path, so
-    that files of one name in two folders are two modules.
+    :func:`resolve_path` finds a file. It is executed once per process, unless :func:`forget_changed_files` is called, as a module
+    whose name contains a hash of its path, so that files of one name in two folders are two modules.
 
     Raises:
         ValueError: the form is wrong, or the file, the module or the name does not exist, or importing it failed.
@@ -309,6 +311,15 @@ def load_object(spec: str, folder: Path | None = None) -> Any:
             raise ValueError(f"{spec!r}: {where} has no {name!r}. {_similar(part, found)}")
         found = getattr(found, part)
     return found
+
+
+def forget_changed_files() -> None:
+    """Let :func:`load_object` execute each file again that is another one than it executed, such as an env that was edited between
+    two trainings in a notebook. What a file imports stays as it is."""
+    for name, (path, digest) in list(_executed.items()):
+        if not path.is_file() or _digest(path) != digest:
+            del _executed[name]
+            sys.modules.pop(name, None)
 
 
 def _load_module(name: str, spec: str) -> ModuleType:
@@ -336,6 +347,7 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as Python does for a program: `import helper` finds the file beside it
     module = importlib.util.module_from_spec(found)
+    _executed[name] = path, _digest(path)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
     try:
         found.loader.exec_module(module)
@@ -343,6 +355,10 @@ def _load_file(path: Path, spec: str) -> ModuleType:
         del sys.modules[name]
         raise ValueError(f"{spec!r}: running {path} raised {type(error).__name__}: {error}") from error
     return module
+
+
+def _digest(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
 
 
 def _similar(name: str, owner: Any) -> str:

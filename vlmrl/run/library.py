@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Config, resolve_config
+from vlmrl.config.code import forget_changed_files
 from vlmrl.model.loading import LoadedModel
 from vlmrl.report.run_data import RunData
 from vlmrl.run.program import run_training
@@ -68,6 +69,7 @@ def train_config(
             stop.early = True
 
     thread = DaemonPool("train")
+    forget_changed_files()
     resolved = resolve_config(config)
     training = thread.submit(lambda: run_training(resolved, resume=resume, stop=stop, on_row=on_row))
     try:

@@ -81,12 +81,12 @@ async def train(
                 await buffer.close()
             await stop.interruptible(recorder.finish())
             await loop.evaluate_trained()
-    save_summary(run, state)
-    try:
+    # A disk may have room for a checkpoint of adapters, and not for the model.
+    async with saved_at_the_end(run, run.trainer, state, recorder, progress):
+        save_summary(run, state)
         if config.save_model:
             await save_model(run, run.trainer)
-    finally:
-        await recorder.finish()  # again, as the evaluations are on the curve
+    await recorder.finish()  # again, as the evaluations are on the curve
     return state.summary
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shutil
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,6 +30,8 @@ DISK_ERRORS = {
 
 LONGEST_PATH = 4096
 """Characters: no longer path can be opened. Following the links in one takes a time that grows with the square of its length."""
+NO_FLUSH = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+"""What a file system says that cannot flush a folder, such as that of VirtualBox's shared folders."""
 FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", 0)  # only to open what is in it
 
 
@@ -147,7 +150,7 @@ def atomic_folder(folder: Path, option: str = "output_dir", *, replaces: bool = 
     """An empty folder to write to. When the block ends it is flushed to the disk and takes the name ``folder``; an earlier one of
     that name is deleted, or is an error unless it is empty, if ``replaces`` is False. After an error nothing is left of it.
 
-    All files get the mode that the umask gives: safetensors would make them readable by their owner alone.
+    All files get the mode that the umask gives, where a file can have one: safetensors would make them readable by their owner alone.
     """
     part = folder.with_name(f".{folder.name}.part")
     with output_errors(folder, option):
@@ -158,7 +161,8 @@ def atomic_folder(folder: Path, option: str = "output_dir", *, replaces: bool = 
             yield part
             for path in (*part.rglob("*"), part):
                 if path.is_file():
-                    path.chmod(mode)
+                    with suppress(OSError):  # a disk of Windows, mounted for another user
+                        path.chmod(mode)
                 _flush(path)
             earlier = _aside(folder) if replaces else None
             part.rename(folder)
@@ -171,7 +175,10 @@ def atomic_folder(folder: Path, option: str = "output_dir", *, replaces: bool = 
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder, if it exists. It is renamed first, so that no half of it keeps its name."""
+    """Delete a folder, if it exists. It is renamed first, so that no half of it keeps its name.
+
+    What cannot be deleted, since another program has it open, keeps the hidden name, until the next one of its name is replaced.
+    """
     if (removed := _aside(folder)) is not None:
         _delete(removed)
 
@@ -180,17 +187,22 @@ def _aside(folder: Path) -> Path | None:
     """Rename a folder to a hidden name, which is returned. None: it does not exist."""
     if not (folder.exists() or folder.is_symlink()):
         return None
-    removed = folder.with_name(f".{folder.name}.old")
-    _delete(removed, ignore_errors=True)  # left by a process that was killed
-    return folder.rename(removed)
+    name = re.compile(re.escape(f".{folder.name}.old") + "[0-9]*")
+    for left in [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]:
+        _delete(left)  # left by a process that was killed, or as a file in it was open
+    names = (folder.with_name(f".{folder.name}.old{number or ''}") for number in itertools.count())
+    return folder.rename(next(free for free in names if not os.path.lexists(free)))
 
 
-def _delete(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a folder. Of a link to one, such as a checkpoint that was moved to another disk, only the link."""
+def _delete(folder: Path) -> None:
+    """Delete a folder as far as possible. Of a link to one, such as a checkpoint that was moved to another disk, only the link.
+
+    On NFS and sshfs a file that another program has open is renamed instead, and keeps its folder until it is closed.
+    """
     if folder.is_symlink():
         folder.unlink()
     else:
-        shutil.rmtree(folder, ignore_errors=ignore_errors)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _usual_mode(folder: Path) -> int:
@@ -203,10 +215,13 @@ def _usual_mode(folder: Path) -> int:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
+    """Flush a file, or a folder's entries, to the disk. Not all file systems can flush a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if not (error.errno in NO_FLUSH and path.is_dir()):
+            raise
     finally:
         os.close(handle)
 
