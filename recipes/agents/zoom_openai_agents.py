@@ -14,6 +14,7 @@ from agents import (
     OpenAIResponsesModel,
     Runner,
     ToolOutputImage,
+    UserError,
     function_tool,
     set_tracing_disabled,
 )
@@ -30,7 +31,7 @@ async def play(task, client):
     """The agent: it returns the reward, 1 for the right color."""
     image = load_image(task.images[0])
 
-    @function_tool
+    @function_tool(failure_error_function=None)  # a wrong quarter is a wrong response: it earns nothing
     def zoom(quarter: str) -> ToolOutputImage:
         """Look closer."""
         return ToolOutputImage(image_url=data_uri(crop(image, quarter)))
@@ -44,7 +45,7 @@ async def play(task, client):
     question = {"type": "input_text", "text": task.prompt[0]["content"][-1]["text"]}
     try:
         result = await Runner.run(agent, [{"role": "user", "content": [small, question]}])
-    except ModelBehaviorError:  # such as a call of a tool that does not exist: a wrong response, not a failed agent
+    except (ModelBehaviorError, UserError):  # the second is a tool's own error; neither is a failed agent
         return 0.0
     return float(str(result.final_output).strip() == task.answer)
 
