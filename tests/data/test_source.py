@@ -878,6 +878,19 @@ def test_messages_that_are_written_as_a_text_are_warned_of(cell, tmp_path):
     assert not load_tasks(Data(str(path))).warnings
 
 
+def test_a_prompt_with_megabytes_of_blank_lines_is_looked_at_in_linear_time(tmp_path):
+    """With its first 200,000 lines blank, the first prompt held up a run for a minute, and twice as many four times as long."""
+    row = {"prompt": "\n" * 4_000_000 + '[{"role": "user", "content": "What?"}]', "answer": "x"}
+    (warning,) = load_tasks(Data(str(jsonl(tmp_path / "a.jsonl", [row])))).warnings
+    assert "messages written as a text" in warning
+    row["prompt"] = row["prompt"].replace("[", "")
+    (warning,) = load_tasks(Data(str(jsonl(tmp_path / "b.jsonl", [row])))).warnings
+    assert "messages written as a text" in warning
+    assert not load_tasks(
+        Data(str(jsonl(tmp_path / "c.jsonl", [row | {"prompt": "\n" * 4_000_000 + "What?"}])))
+    ).warnings
+
+
 @pytest.mark.parametrize("missing", ["answer", "images"])
 def test_rows_to_evaluate_on_need_the_columns_of_those_to_train_on(tmp_path, missing):
     """Under another name, all answers were None, or no task had an image, and the evaluation's reward was one of that."""

@@ -238,6 +238,21 @@ def test_a_row_that_is_far_too_long_is_refused_without_being_encoded(monkeypatch
     assert error.value.reason == "too_long" and max(encoded) < 2000
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_conversation_that_is_too_long_for_its_trained_response_is_written_few_times(first, monkeypatch):
+    """It was written twice for each of the responses without a loss before it: 3,200 messages took 47 s, then the row was refused."""
+    renderer, written = ours(), []
+    write = renderer.write
+    monkeypatch.setattr(
+        renderer, "write", lambda messages, *rest: written.append(len(messages)) or write(messages, *rest)
+    )
+    talk = [each for _ in range(300) for each in (user("a"), answer("b"))]
+    trained = [number < first or number == 299 for number in range(300)]
+    with pytest.raises(RowError, match=r"rollout.max_tokens is 1000\.") as error:
+        masked_rows(renderer, talk, trained=trained, max_tokens=1000)
+    assert error.value.reason == "too_long" and len(written) < 10
+
+
 def test_an_earlier_response_that_no_row_shows_makes_none_too_long(shared):
     """The template drops its thoughts, of 20,000 tokens, before the response that is trained."""
     renderer = real_renderer(shared, "qwen3-vl", "qwen3", None)

@@ -122,7 +122,7 @@ def task_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big") >> 1
 
 
-MESSAGES_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*["'](role|content|from)["']\s*:""")
+MESSAGES_AS_TEXT = re.compile(r"""\s*+\[?\s*+\{\s*["'](role|content|from)["']\s*:""")
 TEMPLATED = re.compile(
     r"\s*(<\|(im_start|start_header_id|begin_of_text|system|user)\|>|<start_of_turn>|<bos>|(<s>\s*)?\[INST\]|\[gMASK\]|<｜)"
 )

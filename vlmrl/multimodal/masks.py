@@ -76,6 +76,10 @@ def masked_rows(
     for number, place in enumerate(places):
         if trained and not any(trained[number:]):
             break
+        if trained and not trained[number] and (number == 0 or trained[number - 1]):
+            # the next one with a loss may be far: its prompt is checked before those on the way are written
+            following = places[trained.index(True, number)]
+            _check_text(renderer, _written(renderer, clean[:following], schemas, generate=True), max_tokens)
         prompt = _written(renderer, clean[:place], schemas, generate=True)
         response = _response(renderer, clean, place, prompt, schemas)
         if known is None or not prompt.startswith(known):
