@@ -83,10 +83,15 @@ def finished(row: Row) -> Row:
     answer = next((row[key] for key in ("answers", "golden_answers", "answer") if row.get(key)), None)
     if answer is None:
         raise SystemExit(f"no answers, golden_answers or answer in the row {str(row)[:200]}")
+    texts = [answer] if isinstance(answer, str) else answer
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise SystemExit(
+            f"the answer must be a text or a list of texts, but it is {str(answer)[:100]} in the row {str(row)[:200]}"
+        )
     return {
         "id": str(row.get("id", "")),
         "prompt": row["question"],
-        "answer": [answer] if isinstance(answer, str) else list(answer),
+        "answer": texts,
         "dataset": row.get("dataset", ""),
         "gold_passages": row.get("gold_passages") or [],
     }

@@ -62,7 +62,12 @@ class SearchEnv(Env):
         self.topk, self.passage_chars, self.images = topk, passage_chars, images
         self.reward, self.format_reward, self.instructions = reward, format_reward, instructions
         self.tools = [{"type": "function", "function": SEARCH}] if tool_calls else []
-        self.answers = [task.answer] if isinstance(task.answer, str) else list(task.answer)
+        self.answers = [task.answer] if isinstance(task.answer, str) else task.answer
+        if not isinstance(self.answers, list | tuple) or not all(isinstance(right, str) for right in self.answers):
+            raise ValueError(
+                f"task {task.id}: the answer must be a text or a list of texts, but it is {task.answer!r:.200}. Map a field of it "
+                "with data.columns, such as reward_model.ground_truth.target."
+            )
         self.searches = self.malformed = 0
         self.seen: set[str] = set()
 

@@ -355,6 +355,28 @@ def test_a_class_of_images_may_be_called_as_a_split(tmp_path):
     assert load_rows(str(tmp_path), "train").column("answer") == ["Dev", "Sales"]
 
 
+@pytest.mark.parametrize("classes", ["", "/bar", "/pie"])
+@pytest.mark.parametrize("splits", [["train"], ["train", "test"]])
+def test_metadata_above_the_folders_of_splits_is_not_left_out_unsaid(tmp_path, splits, classes):
+    """The reader of `imagefolder` leaves it out: answers were the folders' names, or None."""
+    photos(tmp_path, *(f"{split}{classes}" for split in splits))
+    lines = [f"{split}{classes}/1.png,7\n" for split in splits]
+    (tmp_path / "metadata.csv").write_text("file_name,answer\n" + "".join(lines))
+    for split in splits:
+        with pytest.raises(
+            ValueError, match=r"metadata\.csv is in the folder of no split, and would not be read: put a metadata"
+        ):
+            load_rows(str(tmp_path), split)
+    (tmp_path / "metadata.csv").rename(tmp_path / "train/metadata.csv")
+    (tmp_path / "train/metadata.csv").write_text(f"file_name,answer\n{classes[1:]}/1.png,7\n".replace("\n/", "\n"))
+    assert load_rows(str(tmp_path), "train").column("answer") == ["7"]
+
+
+def test_splits_of_images_without_classes_have_no_answers(tmp_path):
+    photos(tmp_path, "train", "test")
+    assert load_rows(str(tmp_path), "train").columns == ["images"]
+
+
 def test_empty_columns_and_lines_of_csv_are_left_out(tmp_path):
     """Spreadsheets write them."""
     (tmp_path / "a.csv").write_text("\n,,\nprompt,answer,,\na,1,,\n\nb,,\nc,3,,,\n")

@@ -5,18 +5,22 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import datasets as hf
 import pytest
 from aiohttp import web
+from PIL import Image
 from testing.servers import answering
 
 from vlmrl.data import files
 from vlmrl.data.files import load_rows
+from vlmrl.multimodal.images import load_image
 
 ROW = {"prompt": "What?", "answer": "x"}
 COMMIT = "a" * 40
@@ -70,6 +74,50 @@ def test_an_archive_of_files_is_read(from_hub):
         add(archive, "rows/a.jsonl", content=json.dumps(ROW).encode())
         add(archive, "rows/same.jsonl", tarfile.LNKTYPE, "rows/a.jsonl")
     assert list(load_rows(str(from_hub), "train")) == [ROW, ROW]
+
+
+def png(number: int) -> bytes:
+    Image.new("RGB", (8, 8), (number, 0, 0)).save(buffer := io.BytesIO(), "PNG")
+    return buffer.getvalue()
+
+
+def red(row: dict[str, Any]) -> int:
+    return load_image(row["image"]).getpixel((0, 0))[0]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "answers"), [("csv", ["007", "1e5"]), ("jsonl", ["2020-01-01", "2021-02-03"]), ("jsonl", [1, 1.5])]
+)
+@pytest.mark.parametrize("is_zipped", [False, True])
+def test_values_of_a_metadata_file_stay_as_they_are_written(from_hub, suffix, answers, is_zipped):
+    """The reader of `imagefolder` made 7 of "007", and a time of "2020-01-01"; images in a ZIP file did not load."""
+    for split in ("train", "test"):
+        (folder := from_hub / split).mkdir()
+        for number in range(len(answers)):
+            (folder / f"{number}.png").write_bytes(png(number))
+        rows = [{"file_name": f"{number}.png", "answer": answer} for number, answer in enumerate(answers)]
+        lines = [f"{row['file_name']},{row['answer']}" if suffix == "csv" else json.dumps(row) for row in rows]
+        header = ["file_name,answer"] if suffix == "csv" else []
+        (folder / f"metadata.{suffix}").write_text("\n".join([*header, *lines]))
+        if is_zipped:
+            shutil.make_archive(str(folder), "zip", folder)
+            shutil.rmtree(folder)
+    for split, wanted in (("train", answers), ("test", answers), ("train[1:]+test[:1]", answers[::-1])):
+        rows = list(load_rows(str(from_hub), split))
+        assert [row["answer"] for row in rows] == wanted
+        assert [red(row) for row in rows] == list(map(answers.index, wanted))
+
+
+@pytest.mark.parametrize("answers", [[1] * 5 + [1.5], [True] * 5 + ["false"], ["7"] * 5 + [7]])
+def test_values_of_the_json_of_a_webdataset_stay_as_they_are_written(from_hub, answers):
+    """Each sample got the types of the first five: 1.5 became 1, "false" True, and 7 "7"."""
+    with tarfile.open(from_hub / "train-0.tar", "w") as archive:
+        for number, answer in enumerate(answers):
+            add(archive, f"{number}.png", content=png(number))
+            add(archive, f"{number}.meta.json", content=json.dumps({"answer": answer}).encode())
+    rows = list(load_rows(str(from_hub), "train"))
+    assert [row["meta.json"] for row in rows] == [{"answer": answer} for answer in answers]
+    assert len(load_rows(str(from_hub), "train[:2]")) == 2
 
 
 LOAD = """

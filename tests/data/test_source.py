@@ -756,6 +756,19 @@ def test_a_folder_of_images_with_metadata_has_its_columns(tmp_path):
     assert task.prompt[0]["content"][-1] == {"type": "text", "text": "Which color?"}
 
 
+def test_a_mark_in_the_prompt_of_the_setting_needs_a_column_of_images(tmp_path):
+    """As beside a file of rows in a folder of images: its rows were asked without an image, and the mark was read as text."""
+    folder = tmp_path / "pets"
+    (folder / "cat").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(folder / "cat/1.png")
+    (folder / "info.json").write_text('{"name": "pets", "license": "MIT"}')
+    with pytest.raises(
+        ValueError, match=r"data\.prompt has the mark <image>, but .* has no images: its columns are name, license"
+    ):
+        load_tasks(Data(str(folder), prompt="<image>What is this?"))
+    assert len(load_tasks(Data(str(folder), prompt="What is this?"))) == 1
+
+
 def test_a_script_in_a_datasets_folder_does_not_run(tmp_path):
     """Its name is the folder's, as a dataset's loading script of the hub had."""
     folder = tmp_path / "geo"

@@ -52,6 +52,14 @@ def test_answers_under_the_fields_other_names_are_found(tmp_path, answers):
     assert not (tmp_path / "corpus.parquet").exists()
 
 
+@pytest.mark.parametrize("answers", [{"text": ["red"], "answer_start": [3]}, {"value": "red", "aliases": []}, [7]])
+def test_answers_of_another_form_are_an_error(tmp_path, answers):
+    """As SQuAD's: the names of the fields were the right answers."""
+    rows = [{"question": f"What is {n}?", "answers": answers} for n in range(9)]
+    with pytest.raises(SystemExit, match="the answer must be a text or a list of texts, but it is"):
+        prepare(tmp_path, write(tmp_path / "q.jsonl", rows), "none")
+
+
 def test_a_missing_column_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="no answers, golden_answers or answer in the row"):
         prepare(tmp_path, write(tmp_path / "q.jsonl", [{"question": f"{n}?"} for n in range(9)]), "none")

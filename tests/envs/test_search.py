@@ -190,6 +190,13 @@ def test_a_wrong_reward_is_refused(corpus):
         env(corpus, reward="bleu")
 
 
+@pytest.mark.parametrize("answer", [{"target": ["Paris"]}, {"text": ["Paris"], "answer_start": [0]}, ["Paris", 7], 7])
+def test_an_answer_of_another_form_is_refused(corpus, answer):
+    """As of Search-R1's `reward_model.ground_truth`, or SQuAD's: the names of the fields were the right answers."""
+    with pytest.raises(ValueError, match=r"task t: the answer must be a text or a list of texts, but it is "):
+        env(corpus, answer)
+
+
 RESPONSES = ["<search>secret</search>", "<answer>x</answer>"]
 
 

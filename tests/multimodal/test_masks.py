@@ -125,6 +125,18 @@ def test_what_cannot_be_trained_on_has_a_reason(messages, reason, said):
     assert error.value.reason == reason
 
 
+@pytest.mark.parametrize("template", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "qwen3_6"])
+@pytest.mark.parametrize("parts", [[IMAGE], ["I crop it: ", IMAGE, "It is a cat."]])
+def test_a_response_with_an_image_is_a_bad_row_with_every_template(template, parts, shared):
+    """Qwen3-VL's template writes a response without its images: the text alone was trained, unsaid."""
+    renderer = real_renderer(shared, "qwen3-vl", template, PAD)
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    messages = [user([IMAGE, {"type": "text", "text": "What is it?"}]), {"role": "assistant", "content": content}]
+    with pytest.raises(RowError, match="a response shows an image") as error:
+        masked_rows(renderer, messages)
+    assert error.value.reason == "roles"
+
+
 def test_a_template_that_hides_calls_or_loses_images_is_an_error_of_the_row():
     plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if m.content is string }}<|im_end|>\n{% endfor %}"
     plain += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -7,9 +7,9 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,22 +19,14 @@ import datasets as hf
 from vlmrl.config.code import local_data, places
 from vlmrl.data.archives import refuse_links
 from vlmrl.data.parquet_types import check_same_kinds
-from vlmrl.data.row_images import IMAGE_SUFFIXES, json_as_written
-from vlmrl.data.text_rows import JSON, load_texts, reader_errors, stamps_of
+from vlmrl.data.row_images import IMAGE_SUFFIXES
+from vlmrl.data.text_rows import JSON, ExactJson, load_texts, reader_errors, stamps_of
 from vlmrl.utils.json_files import read_object
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
 _TRAIN = {"train", "training"}
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test", "training", "testing", "eval", "evaluation"}
-
-
-@dataclass(frozen=True)
-class ExactJson:
-    """Decodes a column of the type JSON. The ``Json`` of ``datasets`` rounds numbers: 57.29 becomes 57.290000000000006."""
-
-    def decode_example(self, written: str | None, token_per_repo_id: Any = None) -> Any:
-        return None if written is None else json_as_written(written)
 
 
 class Rows:
@@ -163,10 +155,14 @@ def _load_hub(path: str, split: str) -> hf.Dataset:
         builder = hf.load_dataset_builder(path)
         own = builder.config.data_files or {}
         names = {kind.__name__ for kind in type(builder).__mro__}
+        if "ImageFolder" in names and _base(split) in own and not _declares_types(path, builder):
+            return _load_hub_images(path, split, own)
         kind = next((name.lower() for name in ("Json", "Csv", "Parquet") if name in names), "")
         is_read = kind and (kind != "csv" or _has_no_options(builder.config))
         if not is_read or _base(split) not in own or _declares_types(path, builder):
-            return hf.load_dataset(path, split=split)
+            is_web = "WebDataset" in names and not _declares_types(path, builder)
+            types = _types_of_samples(path, split) if is_web else {}
+            return hf.load_dataset(path, split=split, **types)
         manager = hf.DownloadManager()
         needed = [_base(split)]
         if kind == "parquet":  # all splits get the types of the first one
@@ -185,6 +181,33 @@ def _load_hub(path: str, split: str) -> hf.Dataset:
         looked = ", ".join(map(str, places(path)))
         message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
         raise ValueError(message) from error
+
+
+def _load_hub_images(path: str, split: str, own: Mapping[Any, Any]) -> hf.Dataset:
+    """A folder of images of the hub, with the columns of ``datasets``. The values of its metadata files are as they are written."""
+    read = hf.load_dataset(path, split=split)  # also for its cache, which is read where the hub is out of reach
+    manager = hf.DownloadManager()
+    metadata = {
+        str(name): [
+            Path(file)
+            for file in manager.iter_files(manager.download_and_extract(files))
+            if Path(file).name in _METADATA
+        ]
+        for name, files in own.items()
+        if str(name) in split
+    }
+    if not all(metadata.values()):
+        return read
+    rows = _rows_of_split({name: _listed_images(files, name) for name, files in metadata.items()}, split)
+    is_renamed = "images" in rows.column_names and "images" not in read.column_names
+    return rows.rename_column("images", "image") if is_renamed else rows
+
+
+def _types_of_samples(path: str, split: str) -> dict[str, hf.Features]:
+    """Of a WebDataset, with JSON as it is written: ``datasets`` gives it the types of the first five samples, and 1.5 becomes 1."""
+    types = hf.load_dataset(path, split=_base(split), streaming=True).features
+    exact = {name: hf.Json() for name in types if name.rpartition(".")[2] == "json"}
+    return {"features": hf.Features({**types, **exact})} if exact else {}
 
 
 def _declares_types(path: str, builder: hf.DatasetBuilder) -> bool:
@@ -278,10 +301,10 @@ def _is_image_folder(folder: Path) -> bool:
 def _load_images(folder: Path, split: str) -> hf.Dataset:
     """A folder of images: the column ``images``, those of its metadata files, and else folders' names as ``answer``."""
     try:
-        files = hf.load_dataset_builder("imagefolder", data_dir=_escaped(folder)).config.data_files.get(
-            _base(split), []
-        )
+        found = hf.load_dataset_builder("imagefolder", data_dir=_escaped(folder)).config.data_files
+        files = found.get(_base(split), [])
         _check_folders(folder, {os.path.relpath(Path(file).parent, folder) for file in files}, split)
+        _check_metadata(folder, files, {str(file) for others in found.values() for file in others})
         metadata = [Path(file) for file in files if Path(file).name in _METADATA]
         if metadata:
             return _rows_of_split({_base(split): _listed_images(metadata, _base(split))}, split)
@@ -292,8 +315,10 @@ def _load_images(folder: Path, split: str) -> hf.Dataset:
         dataset = dataset.rename_column("image", "images")
     label = dataset.features.get("label")
     if isinstance(label, hf.ClassLabel):
-        answers = [label.names[number] for number in dataset["label"]]
-        dataset = dataset.remove_columns("label").add_column("answer", answers)
+        numbers = dataset["label"]
+        dataset = dataset.remove_columns("label")
+        if None not in numbers:  # without folders of classes in this split, and with some in another one
+            dataset = dataset.add_column("answer", [label.names[number] for number in numbers])
     return dataset
 
 
@@ -304,6 +329,20 @@ def _check_folders(folder: Path, found: set[str], split: str) -> None:
         raise ValueError(
             f"it has images of other splits in {', '.join(others[:10])}, which would be trained on: call its folders train, "
             "validation and test, or name the folder of one split"
+        )
+
+
+def _check_metadata(folder: Path, files: list[str], found: set[str]) -> None:
+    """Raises ValueError for metadata above the folders of splits, which the reader leaves out: folders' names would be answers.
+
+    ``files`` are those of the split, ``found`` those of all splits.
+    """
+    above = {parent for file in files for parent in Path(file).parents if parent.is_relative_to(folder.resolve())}
+    listed = {str(path) for parent in above for name in _METADATA if (path := parent / name).is_file()}
+    if unread := sorted(listed - found):
+        raise ValueError(
+            f"{unread[0]} is in the folder of no split, and would not be read: put a metadata file into the folder of each split, "
+            "with the names of its images from there"
         )
 
 

@@ -279,6 +279,12 @@ def _checked_columns(data: Data, present: list[str]) -> dict[str, str]:
             if name not in data.columns:
                 what = f"{data.path!r} has no column 'prompt': set data.columns prompt COLUMN, or data.prompt"
             raise ValueError(f"{what}. Its columns are: {', '.join(present)}")
+    if data.prompt is not None and MARK in data.prompt and columns["images"] not in present:
+        raise ValueError(
+            f"data.prompt has the mark {MARK}, but {data.path!r} has no images: its columns are {', '.join(present)}. Map one with "
+            "data.columns images COLUMN. If a folder of images has a .csv, .json, .jsonl or .parquet file, too, that is not called "
+            "metadata, the file's rows are read: move it elsewhere."
+        )
     given = set() if data.prompt is None else {"prompt"}
     return {name: column for name, column in columns.items() if column in present or name in given}
 

@@ -8,18 +8,28 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import datasets as hf
 
+from vlmrl.data.row_images import json_as_written
 from vlmrl.utils.json_files import strict_json
 
 _TYPES = {str: "string", int: "int64", bool: "bool"}
 """Of columns of JSON and CSV files whose values are all of one of these types. Other columns are kept as JSON."""
 JSON = hf.Value("string", id="vlmrl.json")
 """The type of a column that keeps its values as JSON."""
+
+
+@dataclass(frozen=True)
+class ExactJson:
+    """Decodes a column of the type JSON. The ``Json`` of ``datasets`` rounds numbers: 57.29 becomes 57.290000000000006."""
+
+    def decode_example(self, written: str | None, token_per_repo_id: Any = None) -> Any:
+        return None if written is None else json_as_written(written)
 
 
 def load_texts(paths: list[Path], kind: str) -> hf.Dataset:

@@ -9,7 +9,6 @@ new row begins with the changed text.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +90,8 @@ def masked_rows(
         if trained and not trained[number]:
             waiting.append(response)
             continue
+        if images_of([shown[place]]):  # a template may write the text without it, as Qwen3-VL's does
+            raise RowError("roles", "a response shows an image: the model cannot have sampled it.")
         _check_shown(clean[place], place, renderer.opening + response)
         _check_text(renderer, known, max_tokens)
         ids = renderer.encode_written(response)
@@ -194,13 +195,7 @@ def _written(renderer: Renderer, clean: list[Message], schemas: list[dict[str, A
 
 
 def _check_images(renderer: Renderer, row: MaskedRow) -> None:
-    """The row shows all of its images, and none in a response."""
-    shown = Counter[bool]()
-    for ids, is_trained in row.pieces:
-        shown[is_trained] += 0 if renderer.image_token_id is None else ids.count(renderer.image_token_id)
-    if shown[True]:
-        raise RowError("roles", "a response shows an image: the model cannot have sampled it.")
-    if shown[False] != len(row.images):
-        raise RowError(
-            "images", f"the messages hold {len(row.images)} images, but the chat template shows {shown[False]}."
-        )
+    """The row shows all of its images. Trained responses have none."""
+    shown = 0 if renderer.image_token_id is None else sum(ids.count(renderer.image_token_id) for ids, _ in row.pieces)
+    if shown != len(row.images):
+        raise RowError("images", f"the messages hold {len(row.images)} images, but the chat template shows {shown}.")
