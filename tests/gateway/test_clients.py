@@ -235,14 +235,14 @@ def openai_agents_responses(client) -> str:
 
 
 def openai_agent(model) -> str:
-    from agents import Agent, Runner, function_tool, set_tracing_disabled
+    from agents import Agent, Runner, ToolOutputImage, ToolOutputText, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
 
     @function_tool
-    def zoom(quarter: str) -> str:
+    def zoom(quarter: str) -> list[Any]:
         """Does zoom."""
-        return f"closer: {quarter}"
+        return [ToolOutputImage(image_url=data_uri(crop())), ToolOutputText(text="Closer:")]
 
     @function_tool(strict_mode=False)
     def note(text: str, ratio: float, tags: dict[str, Any]) -> str:
@@ -390,7 +390,7 @@ LOST = {
         ("anthropic", anthropic_streaming, IMAGES),
         ("anthropic", anthropic_tool_runner, IMAGES),
         ("agents", openai_agents, LOST),
-        ("agents", openai_agents_responses, LOST),
+        ("agents", openai_agents_responses, IMAGES),
         ("langgraph", langgraph, IMAGES),
         ("langgraph", langgraph_responses, IMAGES),
     ],
