@@ -224,28 +224,25 @@ def litellm_sync(client) -> str:
 def openai_agents(client) -> str:
     from agents import OpenAIChatCompletionsModel
 
-    return openai_agent(
-        OpenAIChatCompletionsModel(client.model, client.async_openai()), lambda quarter: f"closer: {quarter}"
-    )
+    return openai_agent(OpenAIChatCompletionsModel(client.model, client.async_openai()))
 
 
 def openai_agents_responses(client) -> str:
-    """The SDK's default, whose tools may return images."""
-    from agents import OpenAIResponsesModel, ToolOutputImage
+    """The SDK's default."""
+    from agents import OpenAIResponsesModel
 
-    model = OpenAIResponsesModel(client.model, client.async_openai())
-    return openai_agent(model, lambda quarter: ToolOutputImage(image_url=data_uri(crop())))
+    return openai_agent(OpenAIResponsesModel(client.model, client.async_openai()))
 
 
-def openai_agent(model, look) -> str:
-    from agents import Agent, Runner, function_tool, set_tracing_disabled
+def openai_agent(model) -> str:
+    from agents import Agent, Runner, ToolOutputImage, ToolOutputText, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
 
     @function_tool
-    def zoom(quarter: str) -> Any:
+    def zoom(quarter: str) -> list[Any]:
         """Does zoom."""
-        return look(quarter)
+        return [ToolOutputImage(image_url=data_uri(crop())), ToolOutputText(text="Closer:")]
 
     @function_tool(strict_mode=False)
     def note(text: str, ratio: float, tags: dict[str, Any]) -> str:

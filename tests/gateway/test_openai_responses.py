@@ -12,9 +12,16 @@ from testing.gateway import PATIENCE, Gate, png, serving, turns_of, uri
 
 from vlmrl.config import Gateway
 from vlmrl.engine.base import EngineError
-from vlmrl.gateway.chat import ChatError, ChatRequest
-from vlmrl.gateway.openai_api import read_openai_request
-from vlmrl.gateway.openai_responses_api import REFUSED_BY_RESPONSES, read_responses_request
+from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse, IssuedCall
+from vlmrl.gateway.openai_api import REFUSED, read_openai_request, token_logprobs
+from vlmrl.gateway.openai_responses_api import (
+    REFUSED_BY_RESPONSES,
+    read_responses_request,
+    responses_error_event,
+    responses_response,
+    responses_stream,
+)
+from vlmrl.gateway.request_body import ParsedRequest
 from vlmrl.gateway.request_images import RequestImages
 
 HELLO = {"model": "m", "input": "hello"}
@@ -57,11 +64,17 @@ def test_items_are_the_messages_of_chat_completions():
         item("function_call_output", call_id="c3", output=""),
         thought("so"),
         said("Four."),
+        item("reasoning", id="rs_2", summary=[item("summary_text", text="fi"), item("summary_text", text="ve")]),
         {"role": "assistant", "content": "Five."},
+        item("reasoning", id="rs_3", summary=[]),  # as langchain-openai makes of a stream's
         said("Six."),
+        {"role": "user", "content": "And?"},
+        called(4),
+        said("Seven."),
+        {"role": "assistant", "content": [item("refusal", refusal="No.")]},
     ]
     calls = [
-        {"id": f"c{k}", "type": "function", "function": {"name": "zoom", "arguments": {"k": k}}} for k in (1, 2, 3)
+        {"id": f"c{k}", "type": "function", "function": {"name": "zoom", "arguments": {"k": k}}} for k in (1, 2, 3, 4)
     ]
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -70,11 +83,15 @@ def test_items_are_the_messages_of_chat_completions():
         {"role": "assistant", "content": "Two.", "reasoning_content": "hm", "tool_calls": calls[:2]},
         {"role": "tool", "content": "one", "tool_call_id": "c1"},
         {"role": "tool", "content": "two", "tool_call_id": "c2"},
-        {"role": "assistant", "content": "", "tool_calls": calls[2:]},
+        {"role": "assistant", "content": "", "tool_calls": calls[2:3]},
         {"role": "tool", "content": "", "tool_call_id": "c3"},
         {"role": "assistant", "content": "Four.", "reasoning_content": "so"},
-        {"role": "assistant", "content": "Five."},
+        {"role": "assistant", "content": "Five.", "reasoning_content": "five"},
         {"role": "assistant", "content": "Six."},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "", "tool_calls": calls[3:]},
+        {"role": "assistant", "content": "Seven."},
+        {"role": "assistant", "content": "No."},
     ]
     mine = read(instructions="Be brief.", input=items, tools=[TOOL], max_output_tokens=7, tool_choice="none")
     chat = read_openai_request(
@@ -94,7 +111,7 @@ def test_what_is_in_place_of_the_runs_settings_is_counted():
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        *(({name: "x"}, name) for name in REFUSED_BY_RESPONSES),
+        *(({name: "x"}, name) for name in {**REFUSED, **REFUSED_BY_RESPONSES}),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format"),
         ({"input": []}, "input"),
         ({"input": None}, "input"),
@@ -110,6 +127,7 @@ def test_what_is_in_place_of_the_runs_settings_is_counted():
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL, {"type": "function", "parameters": {}}]}, "tools[1].name"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"background": True}, "background"),
     ],
 )
 def test_what_a_run_cannot_follow_is_refused_by_name(body, field):
@@ -120,6 +138,91 @@ def test_what_a_run_cannot_follow_is_refused_by_name(body, field):
 
 def test_what_changes_nothing_is_accepted():
     read(background=False, truncation="disabled", top_logprobs=0, previous_response_id=None, context_management=[])
+
+
+def test_fields_beside_those_of_the_api_are_read_as_in_chat_completions():
+    """Clients send them by `extra_body`: inference servers take them."""
+    sent = {"stop": ["a", "b"], "seed": 7, "n": 1, "top_k": 1, "chat_template_kwargs": {"enable_thinking": False}}
+    chat = read_openai_request(
+        {"messages": [{"role": "user", "content": "hello"}], **sent}, RequestImages(new_store(), Gateway())
+    ).chat
+    assert read(**sent) == chat and (chat.stop, chat.seed) == (("a", "b"), 7)
+    assert chat.overridden == ("top_k", "chat_template_kwargs")
+
+
+def test_of_a_tool_its_schema_is_read():
+    assert read(tools=[TOOL | {"description": None, "defer_loading": False}]).tools == [
+        {"type": "function", "function": {key: ZOOM["function"][key] for key in ("name", "parameters")}}
+    ]
+    with pytest.raises(ChatError, match="tools must not be nested"):
+        read(tools=[TOOL | {"parameters": json.loads('{"a":' * 200 + "{}" + "}" * 200)}])
+
+
+def sampled(content: str = "Two.", finish: Any = "tool_calls", reasoning: str = "hm", calls: int = 2) -> ChatResponse:
+    issued = tuple(IssuedCall(f"c{k}", "zoom", {"k": k}) for k in range(calls))
+    return ChatResponse("r", content, reasoning, issued, finish, [5, 6], ["a", "b"], [-0.5, -0.25], 7)
+
+
+def test_a_stream_adds_each_item_from_nothing_and_ends_in_the_whole_response():
+    parsed = ParsedRequest(ChatRequest([]), "m", stream=True, logprobs=True)
+    whole = responses_response(parsed, sampled())
+    events = [
+        json.loads(each.partition(b"data: ")[2])
+        for each in b"".join(responses_stream(parsed, sampled())).split(b"\n\n")[:-1]
+    ]
+    assert [event.pop("sequence_number") for event in events] == list(range(len(events)))
+    begun, going, *middle, last = events
+    empty = whole | {"status": "in_progress", "output": [], "usage": None}
+    assert (begun["response"], going["response"], last["response"]) == (empty, empty, whole)
+    ids = [each["id"] for each in whole["output"]]
+    assert ids == ["rs_r", "msg_r", "fc_c0", "fc_c1"] and whole["created_at"] > 0
+    built: list[Any] = []
+    for event in middle:
+        kind, index = event["type"].removeprefix("response."), event["output_index"]
+        if kind == "output_item.added":
+            assert index == len(built) and event["item"]["status"] == "in_progress"
+            built.append(event["item"])
+        elif kind == "output_item.done":
+            assert event["item"] == built[index] | {"status": "completed"} == whole["output"][index]
+        else:
+            assert event["item_id"] == ids[index]
+            part = built[index]["content"][0] if built[index].get("content") else None
+            if kind == "content_part.added":
+                built[index]["content"].append(event["part"])
+            elif kind == "function_call_arguments.delta":
+                built[index]["arguments"] += event["delta"]
+            elif kind == "function_call_arguments.done":
+                assert {key: event[key] for key in ("name", "arguments")}.items() <= built[index].items()
+            elif kind == "content_part.done":
+                assert event["part"] == part
+            elif kind.endswith("_text.delta"):
+                assert kind == f"{part['type']}.delta"
+                part["text"] += event["delta"]
+                part.get("logprobs", []).extend(event.get("logprobs", []))
+            else:
+                assert kind == f"{part['type']}.done" and event["text"] == part["text"]
+    assert built[1]["content"][0]["logprobs"] == token_logprobs(sampled())
+    assert whole["usage"]["total_tokens"] == 9
+
+
+def test_logprobs_are_sent_if_asked_for_and_a_response_without_calls_has_a_text():
+    one = sampled("", "length", reasoning="", calls=0)
+    for wanted in (False, True):
+        include = ["message.output_text.logprobs"] if wanted else ["reasoning.encrypted_content"]
+        body = {"input": "hello", "include": include}
+        parsed = read_responses_request(body, RequestImages(new_store(), Gateway()))
+        (message,) = responses_response(parsed, one)["output"]
+        assert message["status"] == "incomplete"
+        (part,) = message["content"]
+        assert part["text"] == "" and len(part["logprobs"]) == (2 if wanted else 0)
+
+
+def test_the_event_of_an_error_has_its_fields_and_the_object_at_which_the_sdk_raises():
+    _, _, data = responses_error_event(ChatError(503, "engine", "gone")).partition(b"data: ")
+    event = json.loads(data)
+    fields = {"message": "gone", "type": "server_error", "param": None, "code": "engine"}
+    assert event["error"] == fields
+    assert event == {**fields, "error": fields, "sequence_number": 0, "type": "error"}
 
 
 @pytest.mark.slow

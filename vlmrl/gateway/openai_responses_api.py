@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
-from vlmrl.gateway.openai_api import arguments_text, function_tool, openai_error, repeated_call, token_logprobs
+from vlmrl.gateway.openai_api import (
+    OVERRIDDEN,
+    REFUSED,
+    arguments_text,
+    function_tool,
+    openai_error,
+    repeated_call,
+    token_logprobs,
+)
 from vlmrl.gateway.request_body import (
     FORM_REMEDY,
     ParsedRequest,
@@ -22,6 +30,8 @@ from vlmrl.gateway.request_body import (
     one_text,
     refuse,
     refuse_fields,
+    seed_field,
+    stop_field,
     text_field,
 )
 from vlmrl.gateway.request_images import RequestImages
@@ -29,6 +39,7 @@ from vlmrl.types import Message
 
 _KEPT = "the endpoint keeps no conversation, so each request needs all of it in input"
 REFUSED_BY_RESPONSES: dict[str, tuple[tuple[Any, ...], str]] = {
+    **REFUSED,  # which clients send beside the API's own fields, as OpenAI's SDK does with those of extra_body
     "previous_response_id": ((), _KEPT),
     "conversation": ((), _KEPT),
     "prompt": ((), "send its text in instructions or input"),
@@ -37,8 +48,8 @@ REFUSED_BY_RESPONSES: dict[str, tuple[tuple[Any, ...], str]] = {
     "top_logprobs": ((0,), "use include, for those of the sampled tokens"),
     "context_management": (([],), "shorten input before it is sent"),
 }
-OVERRIDDEN_BY_RESPONSES = ("temperature", "top_p", "reasoning")
 READ = {"model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "include", "text"}
+READ |= {"stop", "seed"}  # which inference servers take, too
 WITHOUT_EFFECT = {"metadata", "store", "user", "service_tier", "safety_identifier", "stream_options", "max_tool_calls"}
 WITHOUT_EFFECT |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"}
 LOGPROBS = "message.output_text.logprobs"
@@ -55,6 +66,8 @@ def read_responses_request(body: dict[str, Any], images: RequestImages) -> Parse
         messages=_conversation(body, images),
         tools=_tools(body.get("tools")),
         max_tokens=count_field(body.get("max_output_tokens"), "max_output_tokens"),
+        stop=stop_field(body.get("stop"), "stop"),
+        seed=seed_field(body.get("seed")),
         reads_calls=body.get("tool_choice") != "none",
         overridden=_overridden(body),
     )
@@ -67,12 +80,12 @@ def read_responses_request(body: dict[str, Any], images: RequestImages) -> Parse
 
 
 def _overridden(body: dict[str, Any]) -> tuple[str, ...]:
-    names = [name for name in OVERRIDDEN_BY_RESPONSES if body.get(name) is not None]
+    names = [name for name in OVERRIDDEN if body.get(name) is not None]
     if body.get("tool_choice") not in (None, "auto", "none"):
         names.append("tool_choice")
     if body.get("parallel_tool_calls") is False:
         names.append("parallel_tool_calls")
-    if body.keys() - READ - WITHOUT_EFFECT - REFUSED_BY_RESPONSES.keys() - set(OVERRIDDEN_BY_RESPONSES):
+    if body.keys() - READ - WITHOUT_EFFECT - REFUSED_BY_RESPONSES.keys() - set(OVERRIDDEN):
         names.append("unknown")
     return tuple(names)
 
@@ -118,7 +131,8 @@ def _add_to_response(messages: list[Message], kind: str, item: dict[str, Any], w
     elif kind == "reasoning":
         parts = list_field(item.get("content") or item.get("summary") or [], f"{where}.content")
         texts = [text_field(object_field(part, where).get("text"), f"{where}.content") for part in parts]
-        last["reasoning_content"] = "".join(texts)
+        if any(texts):
+            last["reasoning_content"] = "".join(texts)
     else:
         refuse(f"{where}.type", "message, function_call, function_call_output or reasoning", kind)
 

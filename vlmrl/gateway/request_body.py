@@ -27,7 +27,7 @@ FORM_REMEDY = "ask for the form in the prompt or offer it as a tool, since the r
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request of either API, and how its response is sent."""
+    """A request of any API, and how its response is sent."""
 
     chat: ChatRequest
     model: str  # as the client named it
