@@ -264,6 +264,39 @@ def test_a_tokenizer_is_read_from_no_file_elsewhere(qwen3_vl, tmp_path):
         load_reader(Model(path=str(folder)), tmp_path)
 
 
+def test_a_tokenizer_is_read_through_no_link_in_a_subfolder(qwen3_vl, tmp_path):
+    other, folder = copied(qwen3_vl, tmp_path / "other"), copied(qwen3_vl, tmp_path / "model")
+    (folder / "sub").mkdir()
+    (folder / "sub/tokenizer.1.0.json").symlink_to(other / "tokenizer.json")
+    change(folder / "tokenizer_config.json", fast_tokenizer_files=["sub/tokenizer.1.0.json"])
+    with pytest.raises(ValueError, match=r"tokenizer\.1\.0\.json must be in the folder, but it is a link to .*other"):
+        load_reader(Model(path=str(folder)), tmp_path)
+
+
+@pytest.mark.parametrize("setting", ["vocab_file", "vocab", "tokenizer_file", "gguf_file", "name_or_path"])
+def test_special_tokens_come_without_other_settings(setting, qwen3_vl, tmp_path):
+    """transformers takes them last: the lines of any text of this machine became tokens of the trained model."""
+    private, folder = tmp_path / "id_rsa", copied(qwen3_vl, tmp_path / "model")
+    private.write_text("a line of a key\n[UNK]\n")
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    change(folder / "tokenizer_config.json", tokenizer_class="BertTokenizer", vocab={"[UNK]": 0})
+    tokens = {"eos_token": {"content": "[UNK]"}, "additional_special_tokens": ["<a>"], "image_token": "<b>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(tokens))
+    load_reader(Model(path=str(folder)), tmp_path)
+    change(folder / "special_tokens_map.json", **{setting: str(private)})
+    with pytest.raises(ValueError, match=rf"special_tokens_map\.json must have special tokens alone.*{setting}"):
+        load_reader(Model(path=str(folder)), tmp_path)
+
+
+def test_a_gguf_file_is_looked_for_in_the_models_folder(qwen3_vl, tmp_path):
+    folder = copied(qwen3_vl, tmp_path / "model")
+    (tmp_path / "other.gguf").write_text("GGUF")
+    (folder / "tokenizer.json").unlink()
+    change(folder / "tokenizer_config.json", gguf_file="../other.gguf")
+    with pytest.raises(ValueError, match=r"gguf_file in its tokenizer_config\.json must not name a file outside"):
+        load_reader(Model(path=str(folder)), tmp_path)
+
+
 @pytest.mark.parametrize("setting", ["vocab", "init_inputs", "gguf_file", "vocab_file"])
 def test_the_settings_of_a_tokenizer_name_no_file_elsewhere(setting, qwen3_vl, tmp_path):
     """transformers reads `vocab` as a file of tokens, which the trained model is saved with."""

@@ -1,11 +1,13 @@
 """Checkpoints are complete or absent, and restore what was saved."""
 
+import importlib
 import os
 import pathlib
 import pickle
 import random
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from testing.fsdp_script import samples_of
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from vlmrl.config import Algo, Lora, Model, Optim
 from vlmrl.model.loading import load_model
@@ -217,6 +220,62 @@ def test_pickled_code_in_a_checkpoint_is_not_run(tmp_path):
     with pytest.raises(ValueError, match="cannot be read: UnpicklingError: Weights only load failed"):
         load_random(tmp_path, 0)
     assert not marker.exists()
+
+
+def test_a_tensor_of_a_checkpoint_is_no_pickled_value(tmp_path):
+    """torch reads an entry of bytes with `torch.load(weights_only=False)`, also in place of a tensor of the optimizer."""
+    marker, tensors = tmp_path / "code-has-run", {"weight/a": torch.ones(2), "exp_avg_sq/a": torch.ones(2)}
+    save_tensors(tmp_path, tensors)
+    file, code = tmp_path / "trainer/.metadata", tmp_path / "trainer/code.pt"
+    torch.save(Code(marker), code)
+    metadata = pickle.loads(file.read_bytes())
+    index = next(each for each in metadata.storage_data if each.fqn == "exp_avg_sq/a")
+    part = replace(metadata.storage_data[index], relative_path=code.name, offset=0, length=code.stat().st_size)
+    metadata.storage_data[MetadataIndex("exp_avg_sq/a")] = part
+    metadata.state_dict_metadata["exp_avg_sq/a"] = BytesStorageMetadata()
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"BytesStorageMetadata, which no checkpoint needs"):
+        load_tensors(tmp_path, tensors)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+    ],
+)
+def test_the_metadata_of_a_checkpoint_change_no_class(tmp_path, module, name):
+    """They set attributes of the classes that they named, for the whole process: the next look at them found other entries than the
+    one that was checked, and `vlmrl export` ran the code in those."""
+    save_tensors(tmp_path, {"weight/a": torch.ones(2)})
+    file = tmp_path / "trainer/.metadata"
+    found = getattr(importlib.import_module(module), name)
+    # what `found.changed = 1` would be as the state of a pickled object
+    change = f"c{module}\n{name}\n".encode() + b"(N}X\x07\0\0\0changedK\x01stb0"
+    file.write_bytes(pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)[:-1] + change + b".")
+    try:
+        with pytest.raises(ValueError, match=r"it sets attributes of a (type|function), which no checkpoint needs"):
+            saved_shapes(tmp_path)
+        assert not hasattr(found, "changed")
+    finally:
+        with suppress(AttributeError):
+            del found.changed
+
+
+@pytest.mark.parametrize("name", ["Metadata", "StorageMeta"])
+def test_metadata_of_another_type_are_refused(name, tmp_path):
+    """With the class in place of an object, its attributes were set for the whole process."""
+    save_tensors(tmp_path, {"weight/a": torch.ones(2)})
+    content = f"ctorch.distributed.checkpoint.metadata\n{name}\n.".encode()
+    (tmp_path / "trainer/.metadata").write_bytes(content)
+    with pytest.raises(ValueError, match="cannot be read: ValueError: its metadata is a type"):
+        saved_shapes(tmp_path)
+    (tmp_path / "trainer/.metadata").write_bytes(content.replace(b"\n.", b"\n)R."))
+    with pytest.raises(ValueError, match="cannot be read: "):
+        saved_shapes(tmp_path)
 
 
 @pytest.mark.parametrize("elsewhere", ["absolute", "above", "link", "pipe", "folder"])

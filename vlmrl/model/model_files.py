@@ -28,6 +28,7 @@ from vlmrl.families import FAMILIES
 from vlmrl.utils.json_files import read_object
 
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
@@ -97,11 +98,11 @@ def check_tokenizer_files(path: str, config: Any) -> None:
     folder = Path(os.path.realpath(path))
     settings = _object(path, TOKENIZER_CONFIG_NAME)
     if Path(path).is_dir():
-        _check_links(folder)
-        named = settings.get("fast_tokenizer_files", [])
-        _check_own(
-            path, f"fast_tokenizer_files in its {TOKENIZER_CONFIG_NAME}", named if isinstance(named, list) else [named]
-        )
+        found = settings.get("fast_tokenizer_files", [])
+        named = found if isinstance(found, list) else [found]
+        _check_own(path, f"fast_tokenizer_files in its {TOKENIZER_CONFIG_NAME}", named)
+        _check_links(folder, named)
+    _check_special_tokens(path)
     # With a tokenizer.json transformers reads no other file, whatever older settings name.
     is_complete = _found(path, "tokenizer.json") is not None
     for name, value in settings.items():
@@ -123,15 +124,29 @@ def _check_no_file_elsewhere(path: str, folder: Path, name: str, value: object) 
     """
     if not isinstance(value, str):
         return
-    try:
-        real = Path(os.path.realpath(value, strict=True))
-    except (OSError, ValueError):  # there is no such file
-        return
-    if not real.is_dir() and not real.is_relative_to(folder):
-        raise ValueError(
-            f"model.path {path!r}: {name} in its {TOKENIZER_CONFIG_NAME} must not name a file outside of its folder, but it names "
-            f"{value[:200]!r}, whose content would become a part of the saved model: remove {name}."
-        )
+    for place in (Path(value), folder / value):  # transformers looks for a GGUF file in the folder
+        try:
+            real = Path(os.path.realpath(place, strict=True))
+        except (OSError, ValueError):  # there is no such file
+            continue
+        if not real.is_dir() and not _is_own(folder, real):
+            raise ValueError(
+                f"model.path {path!r}: {name} in its {TOKENIZER_CONFIG_NAME} must not name a file outside of its folder, but it names "
+                f"{value[:200]!r}, whose content would become a part of the saved model: remove {name}."
+            )
+
+
+def _check_special_tokens(path: str) -> None:
+    """Raises ValueError if the special tokens of a model's tokenizer come with other settings.
+
+    transformers would take those after the settings in ``tokenizer_config.json``, such as a ``vocab_file`` to read.
+    """
+    for name in _object(path, SPECIAL_TOKENS_NAME):
+        if not name.endswith(("_token", "_tokens")):
+            raise ValueError(
+                f"model.path {path!r}: its {SPECIAL_TOKENS_NAME} must have special tokens alone, but it has {name[:200]!r}, which "
+                "would be a setting of the tokenizer, such as a file to read: remove it."
+            )
 
 
 def _check_tokenizer_class(path: str, file: str, name: object) -> None:
@@ -151,18 +166,24 @@ def _is_tokenizer(found: object) -> bool:
     return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
 
 
-def _check_links(folder: Path) -> None:
-    """Raises ValueError for a link to a text elsewhere: template and tokens become a part of the saved model.
-
-    The hub's cache keeps the content of a model's files in a folder ``blobs``, to which they are links.
-    """
-    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+def _check_links(folder: Path, named: Iterable[str]) -> None:
+    """Raises ValueError for a link to a text elsewhere: template and tokens, of files that are ``named``, too, become a part of the
+    saved model."""
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*"), *(folder / name for name in named)):
         real = Path(os.path.realpath(path))
-        if path.suffix not in WEIGHTS and not (real.is_relative_to(folder) or real.parent.name == "blobs"):
+        if path.suffix not in WEIGHTS and not _is_own(folder, real):
             raise ValueError(
                 f"model.path {str(folder)!r}: {path.name} must be in the folder, but it is a link to {real}, whose "
                 "content would become a part of the saved model: copy the file there, if you mean it."
             )
+
+
+def _is_own(folder: Path, real: Path) -> bool:
+    """Whether a path without links is one of a model's folder.
+
+    The hub's cache keeps the content of a model's files in a folder ``blobs``, to which they are links.
+    """
+    return real.is_relative_to(folder) or real.parent.name == "blobs"
 
 
 def check_processors(path: str, *more: str) -> None:

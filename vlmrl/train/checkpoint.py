@@ -18,9 +18,10 @@ import shutil
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from zipfile import ZipFile
 
 import numpy as np
@@ -45,14 +46,7 @@ KINDS = ("weight/", "reference/", "teacher/")
 
 _METADATA = {
     "torch.distributed.checkpoint.metadata": (
-        *(
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-        ),
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
         *("TensorProperties", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
@@ -60,15 +54,28 @@ _METADATA = {
     "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
     "pathlib": ("PosixPath", "WindowsPath"),
 }
-"""All that the pickled metadata of a checkpoint of ours names, by module."""
+"""All that the pickled metadata of a checkpoint of ours names, by module. Not BytesStorageMetadata: torch unpickles such an entry with
+any code in it."""
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):  # in Python, since that in C has no `load_build` to override
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 writes it
         if name not in _METADATA.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        """Set the attributes of an object that was just made. Those of a class or a function would be set for the whole process."""
+        changed = self.stack[-2]
+        if isinstance(changed, type) or not is_dataclass(changed):
+            raise pickle.UnpicklingError(f"it sets attributes of a {type(changed).__name__}, which no checkpoint needs")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 class _OwnFiles(FileSystem):
@@ -94,6 +101,8 @@ class _Reader(FileSystemReader):
                 metadata: Metadata = _MetadataUnpickler(
                     file
                 ).load()  # alone: torch would read what may be another file by now
+            if not isinstance(metadata, Metadata):
+                raise ValueError(f"its metadata is a {type(metadata).__name__}")
             for part in (metadata.storage_data or {}).values():
                 if _own_file(folder, part.relative_path).stat().st_size < part.offset + part.length:
                     raise EOFError(f"{part.relative_path} is cut")
@@ -262,8 +271,10 @@ def check_tensors(checkpoint: Path, shapes: Mapping[str, Sequence[int]], kinds: 
 
 def saved_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the saved tensors by name."""
-    metadata = _Reader(checkpoint / "trainer").read_metadata().state_dict_metadata
-    return {name: tuple(entry.size) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    metadata = _Reader(checkpoint / "trainer").read_metadata()
+    with readable(checkpoint):
+        entries = metadata.state_dict_metadata.items()
+        return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Tensors:
