@@ -7,6 +7,7 @@ The SDK uses OpenAI's Responses API, in which a tool's result may hold images; i
 """
 
 import json
+from typing import Literal, get_args
 
 from agents import (
     Agent,
@@ -14,7 +15,6 @@ from agents import (
     OpenAIResponsesModel,
     Runner,
     ToolOutputImage,
-    UserError,
     function_tool,
     set_tracing_disabled,
 )
@@ -23,7 +23,7 @@ from PIL import Image
 import vlmrl
 from vlmrl import Config, Data, Eval, EvalData, Model, Optim, Rollout, Task, Train, WarmStart, data_uri, load_image
 
-QUARTERS = ["top left", "top right", "bottom left", "bottom right"]
+Quarter = Literal["top left", "top right", "bottom left", "bottom right"]
 set_tracing_disabled(True)
 
 
@@ -31,8 +31,9 @@ async def play(task, client):
     """The agent: it returns the reward, 1 for the right color."""
     image = load_image(task.images[0])
 
-    @function_tool(failure_error_function=None)  # a wrong quarter is a wrong response: it earns nothing
-    def zoom(quarter: str) -> ToolOutputImage:
+    # A call with a wrong quarter raises a ModelBehaviorError.
+    @function_tool(failure_error_function=None)
+    def zoom(quarter: Quarter) -> ToolOutputImage:
         """Look closer."""
         return ToolOutputImage(image_url=data_uri(crop(image, quarter)))
 
@@ -45,14 +46,14 @@ async def play(task, client):
     question = {"type": "input_text", "text": task.prompt[0]["content"][-1]["text"]}
     try:
         result = await Runner.run(agent, [{"role": "user", "content": [small, question]}])
-    except (ModelBehaviorError, UserError):  # the second is a tool's own error; neither is a failed agent
+    except ModelBehaviorError:  # a wrong response, not a failed agent
         return 0.0
     return float(str(result.final_output).strip() == task.answer)
 
 
 def crop(image, quarter):
-    """A quarter of the image, at 32 pixels. The model reads the text of the ValueError."""
-    half, number = image.width // 2, QUARTERS.index(quarter)
+    """A quarter of the image, at 32 pixels."""
+    half, number = image.width // 2, get_args(Quarter).index(quarter)
     left, top = half * (number % 2), half * (number // 2)
     return image.crop((left, top, left + half, top + half)).resize((32, 32), Image.Resampling.BOX)
 

@@ -73,7 +73,7 @@ def test_a_file_that_has_changed_is_run_again_where_that_is_asked_for(tmp_path):
     write(tmp_path / "edited.py", "b = 3\n")
     kept = load_object("same.py:A", tmp_path)
     assert load_object("edited.py:b", tmp_path) == 3
-    write(tmp_path / "edited.py", "b = 3 + 1\n")
+    write(tmp_path / "edited.py", "b = 4\n")
     assert load_object("edited.py:b", tmp_path) == 3
     forget_changed_files()
     assert load_object("edited.py:b", tmp_path) == 4

@@ -372,6 +372,14 @@ def test_metadata_above_the_folders_of_splits_is_not_left_out_unsaid(tmp_path, s
     assert load_rows(str(tmp_path), "train").column("answer") == ["7"]
 
 
+def test_metadata_above_splits_that_have_their_own_are_ignored(tmp_path):
+    photos(tmp_path, "train", "test")
+    (tmp_path / "metadata.csv").write_text("field,meaning\nanswer,a number\n")
+    for split, answer in (("train", "7"), ("test", "8")):
+        (tmp_path / split / "metadata.csv").write_text(f"file_name,answer\n1.png,{answer}\n")
+        assert load_rows(str(tmp_path), split).column("answer") == [answer]
+
+
 def test_splits_of_images_without_classes_have_no_answers(tmp_path):
     photos(tmp_path, "train", "test")
     assert load_rows(str(tmp_path), "train").columns == ["images"]

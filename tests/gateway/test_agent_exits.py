@@ -37,6 +37,7 @@ async def runs_its_loop_within_itself() -> None:
     await asyncio.sleep(0)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("use", "outcome"),
     [(gathers, "SystemExit: 0"), (groups, "SystemExit: 0"), (runs_its_loop_within_itself, "1.0")],

@@ -297,6 +297,7 @@ class RustPanic(BaseException):
     """As `pyo3_runtime.PanicException`, which extensions such as tokenizers and polars raise. It is no Exception."""
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("error", [RustPanic("index out of bounds"), asyncio.CancelledError(), SystemExit(3)])
 def test_what_is_no_exception_ends_a_take_that_waits_for_its_group(error):
     """The group was neither ready nor in play any more, and the run waited for it for ever."""

@@ -166,6 +166,24 @@ def test_an_env_whose_file_was_edited_since_the_last_training_is_the_new_one(tmp
 
 
 @pytest.mark.slow
+def test_a_reward_whose_task_exits_fails_its_trajectory_and_not_the_run(tmp_path):
+    """Code of a policy may call `exit()`. The run ended in its first step, as if it were complete."""
+    exited = []
+
+    async def graded(response):
+        if len(exited) < 2:
+            exited.append(response)
+            raise SystemExit(0)
+        return float(response.isascii())
+
+    async def reward(text, task):
+        return (await asyncio.gather(graded(text), asyncio.sleep(0)))[0]
+
+    result = vlmrl.train(replace(config(tmp_path), env=None, reward=reward))
+    assert len(exited) == 2 and [row["step"] for row in result.metrics if "reward/mean" in row] == [1, 2]
+
+
+@pytest.mark.slow
 def test_an_error_of_a_callback_is_raised(tmp_path):
     def broken(row):
         raise LookupError("no such metric")

@@ -34,7 +34,7 @@ FILE_MODULE = "vlmrl_file_"
 """Prefix of the modules that :func:`load_object` makes of files. Only the process that loaded a file can import its module."""
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
 _executed: dict[str, tuple[Path, bytes]] = {}
-"""The modules that :func:`load_object` made of files: the file, and a hash of what it was when it was executed."""
+"""The modules that :func:`load_object` made of files, by name: the file, and a hash of the content that was executed."""
 
 
 def resolve_config(config: Config, folder: Path | None = None) -> Config:
@@ -314,10 +314,10 @@ def load_object(spec: str, folder: Path | None = None) -> Any:
 
 
 def forget_changed_files() -> None:
-    """Let :func:`load_object` execute each file again that is another one than it executed, such as an env that was edited between
-    two trainings in a notebook. What a file imports stays as it is."""
+    """Let :func:`load_object` execute each file again whose content has changed, such as an env that was edited between two
+    trainings in a notebook. What a file imports stays as it is."""
     for name, (path, digest) in list(_executed.items()):
-        if not path.is_file() or _digest(path) != digest:
+        if not path.is_file() or _digest(path.read_bytes()) != digest:
             del _executed[name]
             sys.modules.pop(name, None)
 
@@ -343,22 +343,22 @@ def _load_file(path: Path, spec: str) -> ModuleType:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None, path
-    assert found.loader is not None, path
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as Python does for a program: `import helper` finds the file beside it
-    module = importlib.util.module_from_spec(found)
-    _executed[name] = path, _digest(path)
+    module, source = importlib.util.module_from_spec(found), path.read_bytes()
+    _executed[name] = path, _digest(source)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
     try:
-        found.loader.exec_module(module)
+        # Not by the loader, whose cache takes a file edited within a second for the earlier one if its size is the same.
+        exec(compile(source, path, "exec"), vars(module))
     except Exception as error:
         del sys.modules[name]
         raise ValueError(f"{spec!r}: running {path} raised {type(error).__name__}: {error}") from error
     return module
 
 
-def _digest(path: Path) -> bytes:
-    return hashlib.sha256(path.read_bytes()).digest()
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def _similar(name: str, owner: Any) -> str:

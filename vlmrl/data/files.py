@@ -185,7 +185,8 @@ def _load_hub(path: str, split: str) -> hf.Dataset:
 
 def _load_hub_images(path: str, split: str, own: Mapping[Any, Any]) -> hf.Dataset:
     """A folder of images of the hub, with the columns of ``datasets``. The values of its metadata files are as they are written."""
-    read = hf.load_dataset(path, split=split)  # also for its cache, which is read where the hub is out of reach
+    # Also for its cache, which is read where the hub is out of reach.
+    read = hf.load_dataset(path, split=split)
     manager = hf.DownloadManager()
     metadata = {
         str(name): [
@@ -194,12 +195,13 @@ def _load_hub_images(path: str, split: str, own: Mapping[Any, Any]) -> hf.Datase
             if Path(file).name in _METADATA
         ]
         for name, files in own.items()
-        if str(name) in split
+        if str(name) in {part.partition("[")[0] for part in split.split("+")}
     }
     if not all(metadata.values()):
         return read
     rows = _rows_of_split({name: _listed_images(files, name) for name, files in metadata.items()}, split)
-    is_renamed = "images" in rows.column_names and "images" not in read.column_names
+    names = rows.column_names
+    is_renamed = "images" in names and "image" not in names and "images" not in read.column_names
     return rows.rename_column("images", "image") if is_renamed else rows
 
 
@@ -317,7 +319,8 @@ def _load_images(folder: Path, split: str) -> hf.Dataset:
     if isinstance(label, hf.ClassLabel):
         numbers = dataset["label"]
         dataset = dataset.remove_columns("label")
-        if None not in numbers:  # without folders of classes in this split, and with some in another one
+        # None: only another split has folders of classes.
+        if None not in numbers:
             dataset = dataset.add_column("answer", [label.names[number] for number in numbers])
     return dataset
 
@@ -337,6 +340,8 @@ def _check_metadata(folder: Path, files: list[str], found: set[str]) -> None:
 
     ``files`` are those of the split, ``found`` those of all splits.
     """
+    if any(Path(file).name in _METADATA for file in files):
+        return
     above = {parent for file in files for parent in Path(file).parents if parent.is_relative_to(folder.resolve())}
     listed = {str(path) for parent in above for name in _METADATA if (path := parent / name).is_file()}
     if unread := sorted(listed - found):

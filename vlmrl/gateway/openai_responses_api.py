@@ -39,7 +39,8 @@ from vlmrl.types import Message
 
 _KEPT = "the endpoint keeps no conversation, so each request needs all of it in input"
 REFUSED_BY_RESPONSES: dict[str, tuple[tuple[Any, ...], str]] = {
-    **REFUSED,  # which clients send beside the API's own fields, as OpenAI's SDK does with those of extra_body
+    # Clients send these beside the API's own fields, as OpenAI's SDK does with those of extra_body.
+    **REFUSED,
     "previous_response_id": ((), _KEPT),
     "conversation": ((), _KEPT),
     "prompt": ((), "send its text in instructions or input"),
@@ -49,7 +50,7 @@ REFUSED_BY_RESPONSES: dict[str, tuple[tuple[Any, ...], str]] = {
     "context_management": (([],), "shorten input before it is sent"),
 }
 READ = {"model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "include", "text"}
-READ |= {"stop", "seed"}  # which inference servers take, too
+READ |= {"stop", "seed"}
 WITHOUT_EFFECT = {"metadata", "store", "user", "service_tier", "safety_identifier", "stream_options", "max_tool_calls"}
 WITHOUT_EFFECT |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"}
 LOGPROBS = "message.output_text.logprobs"
@@ -173,10 +174,14 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 def responses_response(parsed: ParsedRequest, response: ChatResponse) -> dict[str, Any]:
     """The body of a response that is not streamed."""
+    return _ended(_begun(parsed, response), parsed, response)
+
+
+def _ended(begun: dict[str, Any], parsed: ParsedRequest, response: ChatResponse) -> dict[str, Any]:
     cut = response.finish_reason == "length"
     sampled = len(response.token_ids)
     return {
-        **_begun(parsed, response),
+        **begun,
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": _items(parsed, response),
@@ -237,7 +242,8 @@ def responses_stream(parsed: ParsedRequest, response: ChatResponse) -> Iterator[
 
 
 def _events(parsed: ParsedRequest, response: ChatResponse) -> Iterator[tuple[str, dict[str, Any]]]:
-    begun, whole = _begun(parsed, response), responses_response(parsed, response)
+    begun = _begun(parsed, response)
+    whole = _ended(begun, parsed, response)
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
     for index, item in enumerate(whole["output"]):

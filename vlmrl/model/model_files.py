@@ -179,7 +179,7 @@ def _check_links(folder: Path, named: Iterable[str]) -> None:
 
 
 def _is_own(folder: Path, real: Path) -> bool:
-    """Whether a path without links is one of a model's folder.
+    """Whether ``real``, a path without links, is in a model's folder.
 
     The hub's cache keeps the content of a model's files in a folder ``blobs``, to which they are links.
     """

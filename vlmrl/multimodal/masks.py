@@ -90,7 +90,8 @@ def masked_rows(
         if trained and not trained[number]:
             waiting.append(response)
             continue
-        if images_of([shown[place]]):  # a template may write the text without it, as Qwen3-VL's does
+        # A template may write the text without the image, as Qwen3-VL's does.
+        if images_of([shown[place]]):
             raise RowError("roles", "a response shows an image: the model cannot have sampled it.")
         _check_shown(clean[place], place, renderer.opening + response)
         _check_text(renderer, known, max_tokens)

@@ -282,13 +282,13 @@ def _refused(status: int, message: str) -> web.Response:
 
 
 def run_server(app: web.Application, binding: Binding, what: str, path: str = "") -> None:
-    """Open the port, print ``what`` is served at which URL, that of ``path``, and serve an app, guarded, until interrupted.
+    """Open the port, print ``what`` and the URL of ``path``, and serve an app, guarded, until interrupted.
 
     Raises ValueError if the port is in use or cannot be opened.
     """
     guarded(app, binding.token, binding.max_body)
     with binding.open_port() as listener:
-        opened = replace(binding, port=listener.getsockname()[1])  # port 0 is any free one
+        opened = replace(binding, port=listener.getsockname()[1])
         print(f"{what} at {opened.url(path)}", flush=True)
         serve_on(listener, app)
 

@@ -160,8 +160,9 @@ def atomic_folder(folder: Path, option: str = "output_dir", *, replaces: bool = 
             mode = _usual_mode(part)
             yield part
             for path in (*part.rglob("*"), part):
+                # A disk of Windows that is mounted for another user refuses it.
                 if path.is_file():
-                    with suppress(OSError):  # a disk of Windows, mounted for another user
+                    with suppress(OSError):
                         path.chmod(mode)
                 _flush(path)
             earlier = _aside(folder) if replaces else None
@@ -177,7 +178,7 @@ def atomic_folder(folder: Path, option: str = "output_dir", *, replaces: bool = 
 def remove_folder(folder: Path) -> None:
     """Delete a folder, if it exists. It is renamed first, so that no half of it keeps its name.
 
-    What cannot be deleted, since another program has it open, keeps the hidden name, until the next one of its name is replaced.
+    What cannot be deleted, since another program has it open, keeps the hidden name until a folder of the same name is replaced again.
     """
     if (removed := _aside(folder)) is not None:
         _delete(removed)

@@ -33,7 +33,7 @@ T = TypeVar("T")
 GRACE_SECONDS = 2.0  # at the end of a program, for threads that compute
 END_SECONDS = 10.0  # for the cancelled tasks of a loop to end, and for threads that are no daemons if a call hangs
 OUT_OF_A_LOOP = (SystemExit, KeyboardInterrupt, IndexError)
-"""What comes out of a loop: from tasks that call `exit()`, as a policy's code does; IndexError where nest_asyncio ran it in itself."""
+"""What ends a loop: tasks that call `exit()`, as a policy's code does, and nest_asyncio, which takes callbacks that were counted."""
 _BUSY: set[threading.Thread] = set()
 _ENDING = threading.Event()  # the interpreter ends: threads take no more calls
 
@@ -113,13 +113,10 @@ class DaemonExecutor(ThreadPoolExecutor):
 
 
 class LoopThread:
-    """An event loop in a daemon thread, whose timeouts are exact even while the main loop is blocked, for example by training.
-
-    It goes on after a task that raises SystemExit: others wait for their own tasks.
-    """
+    """An event loop in a daemon thread, whose timeouts are exact even while the main loop is blocked, for example by training."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = _LastingLoop(OUT_OF_A_LOOP)
         self.loop.set_default_executor(DaemonExecutor())
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._work, name=f"vlmrl-{name}", daemon=True)
@@ -154,7 +151,7 @@ class LoopThread:
 
     def _work(self) -> None:
         asyncio.set_event_loop(self.loop)
-        _run_past(OUT_OF_A_LOOP, self.loop.run_forever)
+        self.loop.run_forever()
         left = asyncio.all_tasks(self.loop)
         for task in left:
             if not task.cancelling():  # or it cleans up, which a second one would interrupt
@@ -196,18 +193,28 @@ def drop_result(call: Future[Any]) -> None:
         close_unawaited(call.result())
 
 
-class _ProgramLoop(asyncio.SelectorEventLoop):
-    """A loop that goes on after a task that raises SystemExit, or a run would end as if it were complete. Ctrl-C ends it."""
+class _LastingLoop(asyncio.SelectorEventLoop):
+    """A loop that runs until it is stopped, also after ``errors`` of its tasks. Whoever awaits such a task gets its error."""
+
+    def __init__(self, errors: tuple[type[BaseException], ...]) -> None:
+        super().__init__()
+        self._errors = errors
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        super().stop()
+        self._is_stopped = True
 
     def run_forever(self) -> None:
-        _run_past((SystemExit,), super().run_forever)
-
-
-def _run_past(errors: tuple[type[BaseException], ...], run_forever: Callable[[], None]) -> None:
-    """Run a loop until it is stopped, also after ``errors`` of its tasks. Whoever awaits such a task gets its error."""
-    while True:
-        with contextlib.suppress(*errors):
-            return run_forever()
+        try:
+            while True:
+                try:
+                    return super().run_forever()
+                except self._errors:
+                    if self._is_stopped:  # in the same round, which asyncio forgets
+                        return None
+        finally:
+            self._is_stopped = False
 
 
 def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -216,7 +223,8 @@ def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
     Python handles a signal between two bytecode instructions. A signal that arrives just before the loop blocks in the system call is
     handled only when the loop wakes up, which never happens while every task waits for a hung env.
 
-    SystemExit becomes a RuntimeError. It ends the coroutine that awaits it, and not the loop.
+    The loop runs on after a task that raises SystemExit, or a run would end as if it were complete; ``coroutine``'s own becomes a
+    RuntimeError.
 
     ``asyncio.run`` waits at its end for each task and each call in a thread that is left. A user's task may ignore that it is
     cancelled, and a call may hang: after :data:`END_SECONDS` both are left alone.
@@ -236,7 +244,7 @@ def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
         finally:
             awake.cancel()
 
-    runner = asyncio.Runner(loop_factory=_ProgramLoop)
+    runner = asyncio.Runner(loop_factory=lambda: _LastingLoop((SystemExit,)))
     try:
         return runner.run(main())
     finally:
