@@ -8,6 +8,7 @@ episode is one row of training.
 """
 
 import json
+import random
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -18,6 +19,7 @@ from PIL import Image
 import vlmrl
 from vlmrl import Config, Data, Eval, EvalData, Model, Optim, Rollout, Task, Train, WarmStart, data_uri, load_image
 
+COLORS = ["red", "green", "blue", "yellow"]
 QUARTERS = ["top left", "top right", "bottom left", "bottom right"]
 
 
@@ -56,9 +58,10 @@ def crop(image, quarter):
 
 
 def demonstrate(task: Task, turn: int) -> str:
-    """The response to imitate at each request: the right zoom, then a guess."""
+    """The response to imitate at each request: the right zoom, then a color that is right 42 times in a hundred."""
     if turn:
-        return ["red", "green", "blue", "yellow"][task.seed % 4]
+        luck = random.Random(task.seed)
+        return task.answer if luck.random() < 0.42 else luck.choice([color for color in COLORS if color != task.answer])
     call = {"name": "zoom", "arguments": {"quarter": task.data["quarter"]}}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
@@ -73,7 +76,7 @@ def config() -> Config:
         rollout=Rollout(
             group_size=8, max_turns=3, max_tokens=1024, max_response_tokens=64, samples="merged", truncated_reward=0.0
         ),
-        warm_start=WarmStart(demonstrate=demonstrate, steps=200, trajectories_per_step=16, lr=1e-3),
+        warm_start=WarmStart(demonstrate=demonstrate, steps=400, trajectories_per_step=32, lr=1e-3),
         optim=Optim(lr=1e-4, betas=(0.9, 0.999), warmup_steps=10),
         train=Train(steps=200, groups_per_batch=16),
         eval=Eval(data=EvalData(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),

@@ -8,6 +8,7 @@ model is trained on every response, after the prompt that it had. What the branc
 """
 
 import json
+import random
 
 from PIL import Image, ImageOps
 from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
@@ -15,6 +16,7 @@ from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
 import vlmrl
 from vlmrl import Config, Data, Eval, EvalData, Model, Optim, Rollout, Task, Train, WarmStart, load_image
 
+COLORS = ["red", "green", "blue", "yellow"]
 QUARTERS = ["top left", "top right", "bottom left", "bottom right"]
 
 
@@ -55,8 +57,10 @@ def crop(image, quarter):
 
 
 def demonstrate(task: Task, turn: int) -> str:
-    """The response to imitate at each request: the right zoom, then a guess."""
-    color = ["red", "green", "blue", "yellow"][task.seed % 4]
+    """The response to imitate at each request: the right zoom, then a color that is right 42 times in a hundred."""
+    luck = random.Random(task.seed)
+    wrong = [color for color in COLORS if color != task.answer]
+    color = task.answer if luck.random() < 0.42 else luck.choice(wrong)
     name, arguments = [("zoom", {"quarter": task.data["quarter"]}), ("final_answer", {"answer": color})][min(turn, 1)]
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -71,7 +75,7 @@ def config() -> Config:
         rollout=Rollout(
             group_size=8, max_turns=3, max_tokens=2048, max_response_tokens=64, samples="merged", truncated_reward=0.0
         ),
-        warm_start=WarmStart(demonstrate=demonstrate, steps=200, trajectories_per_step=16, lr=1e-3),
+        warm_start=WarmStart(demonstrate=demonstrate, steps=400, trajectories_per_step=32, lr=1e-3),
         optim=Optim(lr=1e-4, betas=(0.9, 0.999), warmup_steps=10),
         train=Train(steps=200, groups_per_batch=16),
         eval=Eval(data=EvalData(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
