@@ -155,14 +155,14 @@ def _load_hub(path: str, split: str) -> hf.Dataset:
         builder = hf.load_dataset_builder(path)
         own = builder.config.data_files or {}
         names = {kind.__name__ for kind in type(builder).__mro__}
+        if "WebDataset" in names and not _declares_types(path, builder):
+            return hf.load_dataset(path, split=split, features=_types_of_samples(path, split))
         if "ImageFolder" in names and _base(split) in own and not _declares_types(path, builder):
             return _load_hub_images(path, split, own)
         kind = next((name.lower() for name in ("Json", "Csv", "Parquet") if name in names), "")
         is_read = kind and (kind != "csv" or _has_no_options(builder.config))
         if not is_read or _base(split) not in own or _declares_types(path, builder):
-            is_web = "WebDataset" in names and not _declares_types(path, builder)
-            types = _types_of_samples(path, split) if is_web else {}
-            return hf.load_dataset(path, split=split, **types)
+            return hf.load_dataset(path, split=split)
         manager = hf.DownloadManager()
         needed = [_base(split)]
         if kind == "parquet":  # all splits get the types of the first one
@@ -188,28 +188,24 @@ def _load_hub_images(path: str, split: str, own: Mapping[Any, Any]) -> hf.Datase
     # Also for its cache, which is read where the hub is out of reach.
     read = hf.load_dataset(path, split=split)
     manager = hf.DownloadManager()
-    metadata = {
-        str(name): [
-            Path(file)
-            for file in manager.iter_files(manager.download_and_extract(files))
-            if Path(file).name in _METADATA
-        ]
-        for name, files in own.items()
-        if str(name) in {part.partition("[")[0] for part in split.split("+")}
-    }
-    if not all(metadata.values()):
-        return read
-    rows = _rows_of_split({name: _listed_images(files, name) for name, files in metadata.items()}, split)
+    parts = {}
+    for name in {part.partition("[")[0] for part in split.split("+")}:
+        files = map(Path, manager.iter_files(manager.download_and_extract(own[name])))
+        metadata = [file for file in files if file.name in _METADATA]
+        if not metadata:
+            return read
+        parts[name] = _listed_images(metadata, name)
+    rows = _rows_of_split(parts, split)
     names = rows.column_names
     is_renamed = "images" in names and "image" not in names and "images" not in read.column_names
     return rows.rename_column("images", "image") if is_renamed else rows
 
 
-def _types_of_samples(path: str, split: str) -> dict[str, hf.Features]:
+def _types_of_samples(path: str, split: str) -> hf.Features | None:
     """Of a WebDataset, with JSON as it is written: ``datasets`` gives it the types of the first five samples, and 1.5 becomes 1."""
     types = hf.load_dataset(path, split=_base(split), streaming=True).features
     exact = {name: hf.Json() for name in types if name.rpartition(".")[2] == "json"}
-    return {"features": hf.Features({**types, **exact})} if exact else {}
+    return hf.Features({**types, **exact}) if exact else None
 
 
 def _declares_types(path: str, builder: hf.DatasetBuilder) -> bool:
