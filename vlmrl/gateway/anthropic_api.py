@@ -12,6 +12,7 @@ from vlmrl.gateway.request_body import (
     FORM_REMEDY,
     ParsedRequest,
     check_depth,
+    content_field,
     count_field,
     flag_field,
     id_field,
@@ -120,13 +121,7 @@ def _result(block: dict[str, Any], where: str, images: RequestImages) -> Message
 
 def _content(value: Any, where: str, images: RequestImages | None) -> str | list[dict[str, Any]]:
     """Text, or blocks of text and, where ``images`` are read, of images."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        refuse(where, "a string or a list of blocks", value)
-    return one_text(
-        [_part(object_field(each, f"{where}[{i}]"), f"{where}[{i}]", images) for i, each in enumerate(value)]
-    )
+    return content_field(value, where, lambda part, place: _part(part, place, images))
 
 
 def _part(block: dict[str, Any], where: str, images: RequestImages | None) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from vlmrl.gateway.request_body import (
     FORM_REMEDY,
     ParsedRequest,
     check_depth,
+    content_field,
     count_field,
     flag_field,
     id_field,
     list_field,
     model_field,
     object_field,
-    one_text,
     refuse,
     refuse_fields,
     seed_field,
@@ -186,15 +186,10 @@ def repeated_call(call_id: str, function: dict[str, Any], where: str) -> dict[st
 
 def _content(value: Any, where: str, images: RequestImages | None) -> str | list[dict[str, Any]]:
     """A message's content. ``images`` is ``None`` where it may have none."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        refuse(where, "a string or a list of parts", value)
-    return one_text([_part(part, f"{where}[{i}]", images) for i, part in enumerate(value)])
+    return content_field(value, where, lambda part, place: _part(part, place, images))
 
 
-def _part(value: Any, where: str, images: RequestImages | None) -> dict[str, Any]:
-    part = object_field(value, where)
+def _part(part: dict[str, Any], where: str, images: RequestImages | None) -> dict[str, Any]:
     kind = part.get("type")
     if kind in ("text", "refusal"):
         return {"type": "text", "text": text_field(part.get(kind), f"{where}.{kind}")}

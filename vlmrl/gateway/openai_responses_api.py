@@ -21,13 +21,13 @@ from vlmrl.gateway.request_body import (
     FORM_REMEDY,
     ParsedRequest,
     check_depth,
+    content_field,
     count_field,
     flag_field,
     id_field,
     list_field,
     model_field,
     object_field,
-    one_text,
     refuse,
     refuse_fields,
     seed_field,
@@ -140,13 +140,7 @@ def _add_to_response(messages: list[Message], kind: str, item: dict[str, Any], w
 
 def _content(value: Any, where: str, images: RequestImages | None) -> str | list[dict[str, Any]]:
     """The content of an item. ``images`` is ``None`` where it may have none."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        refuse(where, "a string or a list of parts", value)
-    return one_text(
-        [_part(object_field(part, f"{where}[{i}]"), f"{where}[{i}]", images) for i, part in enumerate(value)]
-    )
+    return content_field(value, where, lambda part, place: _part(part, place, images))
 
 
 def _part(part: dict[str, Any], where: str, images: RequestImages | None) -> dict[str, Any]:

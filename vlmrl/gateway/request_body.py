@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NoReturn
@@ -132,6 +132,18 @@ def refuse_fields(body: Mapping[str, Any], refused: Mapping[str, tuple[Sequence[
         if value is not None and value not in harmless:
             rule = " or ".join(json.dumps(each) for each in harmless) if harmless else "left out"
             refuse(field, rule, value, remedy)
+
+
+def content_field(
+    value: Any, field: str, part: Callable[[dict[str, Any], str], dict[str, Any]]
+) -> str | list[dict[str, Any]]:
+    """A message's content: a string, or a list of parts, each as ``part(object, its field)``, as :func:`one_text`."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        refuse(field, "a string or a list of parts", value)
+    places = [f"{field}[{i}]" for i in range(len(value))]
+    return one_text([part(object_field(each, place), place) for each, place in zip(value, places, strict=True)])
 
 
 def one_text(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
