@@ -108,6 +108,14 @@ def test_values_of_a_metadata_file_stay_as_they_are_written(from_hub, suffix, an
         assert [red(row) for row in rows] == list(map(answers.index, wanted))
 
 
+def test_a_metadata_file_may_have_a_column_called_image(from_hub):
+    (from_hub / "train").mkdir()
+    (from_hub / "train/0.png").write_bytes(png(0))
+    (from_hub / "train/metadata.csv").write_text("file_name,image\n0.png,a photo\n")
+    (row,) = load_rows(str(from_hub), "train")
+    assert row["image"] == "a photo" and "images" in row
+
+
 @pytest.mark.parametrize("answers", [[1] * 5 + [1.5], [True] * 5 + ["false"], ["7"] * 5 + [7]])
 def test_values_of_the_json_of_a_webdataset_stay_as_they_are_written(from_hub, answers):
     """Each sample got the types of the first five: 1.5 became 1, "false" True, and 7 "7"."""
