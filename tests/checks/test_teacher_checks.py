@@ -32,7 +32,7 @@ def test_a_blind_teacher_is_found_and_one_that_sees_passes(qwen3_vl, monkeypatch
     encode = trainer.teacher.model.encode_images
     black = lambda item: replace(item, pixels=ArrayPixels(item.pixels.read() * 0))  # noqa: E731
     monkeypatch.setattr(trainer.teacher.model, "encode_images", lambda images: encode([black(i) for i in images]))
-    with pytest.raises(ImageSwapError, match=r"trajectory t, the teacher's image 0 .* changed by 0 nats.*is blind"):
+    with pytest.raises(ImageSwapError, match=r"trajectory t, the teacher's image 0 .* changed by .* nats.*is blind"):
         check_teacher_images(score, store, [sample], pad)
 
 

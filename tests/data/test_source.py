@@ -693,7 +693,7 @@ def test_a_task_that_cannot_be_copied_is_named():
         ("a.parquet", "", r"a\.parquet is empty"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": oops}\n', r"a\.jsonl, line 2 is not JSON .*oops"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": "y', r"a\.jsonl, line 2 is not JSON"),
-        ("a.jsonl", "[" * 100_000, r"a\.jsonl is not JSON .*recursion"),
+        ("a.jsonl", "[" * 100_000, r"a\.jsonl is not JSON .*decoding a JSON array"),
         ("a.parquet", "prompt,answer", r"a\.parquet: .*not a parquet file"),
         ("a.json", "[{]", r"a\.json is not JSON \(Expecting property name"),
         ("a.json", "[]", r"a\.json is empty"),

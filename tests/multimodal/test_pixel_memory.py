@@ -35,6 +35,12 @@ def noise(seed: int, side: int = SIDE) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
 
 
+@pytest.fixture(autouse=True)
+def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder for temporary files may be in memory, of which a run warns."""
+    monkeypatch.setattr(pixel_memory, "is_in_memory", lambda folder: folder == Path("/dev/shm"))
+
+
 @pytest.fixture
 def memory(tmp_path: Path) -> PixelMemory:
     """Room for four images."""

@@ -207,7 +207,7 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path, name):
         check_writable(tmp_path / other, "--out")
         (tmp_path / other).unlink()
     check_writable(tmp_path / "new/file", "--out")
-    assert [each.name for each in tmp_path.iterdir()] == ["file", "new"] and not any((tmp_path / "new").iterdir())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "new"] and not any((tmp_path / "new").iterdir())
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):

@@ -35,7 +35,7 @@ class UserLoop:
         What it raises besides an Exception becomes a RuntimeError, or it would end the loop for all.
         """
         loop = (thread or self.current()).loop
-        call = asyncio.run_coroutine_threadsafe(abandonable(_awaited(awaitable)), loop)
+        call = asyncio.run_coroutine_threadsafe(_abandonable(awaitable), loop)
         try:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
@@ -71,6 +71,11 @@ class UserLoop:
                 thread.loop.call_soon_threadsafe(thread.loop.stop)
         if self._thread is not None and not self._thread.loop.is_closed():
             self._thread.close()
+
+
+async def _abandonable(awaitable: Awaitable[T]) -> T:
+    # Made here: if this coroutine is cancelled before it begins, the inner ones would warn that they were never awaited.
+    return await abandonable(_awaited(awaitable))
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
