@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from vlmrl.utils import machine_memory
-from vlmrl.utils.machine_memory import is_in_memory, memory_bytes
+from vlmrl.utils.machine_memory import is_in_memory, memory_bytes, spill_folder
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,25 @@ def test_folders_of_file_systems_in_memory_are_told():
         False,
     ]
     assert not is_in_memory(Path("/tmp"), "")
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "temporary", "expected"),
+    [
+        (["tmp"], "tmp", "var/tmp"),
+        ([], "tmp", "tmp"),
+        (["tmp", "var/tmp"], "tmp", "tmp"),
+        (["tmp", "mine"], "mine", "mine"),  # the user's own TMPDIR
+    ],
+)
+def test_what_does_not_fit_into_memory_goes_to_a_disk(in_memory, temporary, expected, tmp_path: Path, monkeypatch):
+    (tmp_path / "var/tmp").mkdir(parents=True)
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/sda1 / ext4 rw 0 0\n" + "".join(f"tmpfs {tmp_path / each} tmpfs rw 0 0\n" for each in in_memory)
+    )
+    monkeypatch.setattr(machine_memory, "MOUNTS", mounts)
+    monkeypatch.setattr(machine_memory, "USUAL", tmp_path / "tmp")
+    monkeypatch.setattr(machine_memory, "ON_DISK", tmp_path / "var/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
+    assert spill_folder() == tmp_path / expected

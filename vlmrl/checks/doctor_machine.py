@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Literal
 
 from vlmrl.checks.tested_versions import TESTED_PACKAGES, installed_version, is_within, numbers, oldest_and_newest
 from vlmrl.engine.server_environment import LIBRARY
-from vlmrl.utils.machine_memory import is_in_memory
+from vlmrl.utils.machine_memory import is_in_memory, spill_folder
 
 GIB = 2**30
 REQUIRED = ("torch", "torchvision", "transformers", "tokenizers", "datasets")
@@ -60,7 +59,7 @@ def machine_findings(output_dir: Path) -> Iterator[Finding]:
     yield check_shm(shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0, count)
     folder = existing_folder(output_dir)
     yield check_disk(folder, shutil.disk_usage(folder).free / GIB, os.access(folder, os.W_OK))
-    temporary = Path(tempfile.gettempdir())
+    temporary = spill_folder()
     yield check_spill(temporary, shutil.disk_usage(temporary).free / GIB, is_in_memory(temporary))
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vlmrl.multimodal.pixels import ArrayPixels
-from vlmrl.utils.machine_memory import is_in_memory, memory_bytes
+from vlmrl.utils.machine_memory import is_in_memory, memory_bytes, spill_folder
 
 SHARE = 0.25  # of the machine's memory
 MAPPED_BYTES = 2**17  # arrays from this size on are mapped
@@ -42,7 +42,7 @@ class PixelMemory:
     """Holds pixels in at most ``budget`` bytes of memory, and the others in a file in ``folder``. Thread-safe.
 
     ``budget`` None: a quarter of the memory of this machine or container, which the processes that ``torchrun`` starts there share.
-    ``folder`` None: the system's folder for temporary files.
+    ``folder`` None: that of :func:`spill_folder`.
 
     An image stays where it was put. Each read of one in the file makes an array that belongs to the reader. While the file cannot be
     written, images stay in memory, and a warning says so once.
@@ -51,7 +51,7 @@ class PixelMemory:
     def __init__(self, budget: int | None = None, folder: Path | None = None) -> None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.budget = int(SHARE * memory_bytes()) // processes if budget is None else budget
-        self._folder = folder or Path(tempfile.gettempdir())
+        self._folder = folder or spill_folder()
         self._lock = threading.Lock()  # of what follows
         self._file: _SpillFile | None = None
         self._released: deque[int | _Slot] = deque()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 MOUNTS = Path("/proc/mounts")
+USUAL, ON_DISK = Path("/tmp"), Path("/var/tmp")  # folders for temporary files
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of mallopt(3)
 LARGEST_FROM_HEAP = 32 * 2**20  # bytes; glibc accepts no more
 KEPT = 256 * 2**20  # bytes of each arena
@@ -45,6 +47,14 @@ def is_in_memory(folder: Path, mounts: str | None = None) -> bool:
     points = [(Path(words[1]), words[2]) for words in map(str.split, mounts.splitlines()) if len(words) > 2]
     around = [(len(point.parts), kind) for point, kind in reversed(points) if folder.resolve().is_relative_to(point)]
     return max(around, key=lambda pair: pair[0], default=(0, ""))[1] in ("tmpfs", "ramfs")
+
+
+def spill_folder() -> Path:
+    """The folder for what does not fit into memory: that of temporary files, or /var/tmp where /tmp is in memory (as in Debian 13)."""
+    folder = Path(tempfile.gettempdir())
+    if folder == USUAL and is_in_memory(USUAL) and os.access(ON_DISK, os.W_OK) and not is_in_memory(ON_DISK):
+        return ON_DISK
+    return folder
 
 
 def keep_freed_memory() -> None:
