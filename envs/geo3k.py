@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from vlmrl import BoundedFunction, LimitError, Task, ToolCall, ToolEnv, ToolResult, obs, read_tool_calls
 
 TOLERANCE = 0.01  # relative, for decimal numbers: 8.66 equals 5 sqrt 3; 17 equals neither sqrt 285 nor 17.1
-SPELLINGS = {"π": r"\pi ", "²": "^2", "×": r"\times ", "·": r"\cdot ", "−": "-", "\\$": "", "$": "", "\\%": "", "%": ""}
+SPELLINGS = {"π": r"\pi ", "²": "^2", "×": r"\times ", "·": r"\cdot ", "−": "-", "≈": "=", r"\approx": "="}
+SPELLINGS |= dict.fromkeys(("\\$", "$", "\\%", "%"), "")
 LENGTHS = r"[kcm]?m|in|ft|yd|inch(?:es)?|feet|meters?|miles?|units?"
 UNITS = re.compile(rf"(?<=[\d}})i]) ?(?:deg(?:rees?)?|(?:square |sq\.? )?(?:{LENGTHS})(?: ?\^ ?\{{?[23]\}}?)?)$")
 NUMBER = re.compile(r"-? ?\d{1,12}(?:\.\d{1,12})?")  # needs no mathematics
@@ -103,8 +105,14 @@ def is_right(answer: str, gold: str, choices: tuple[str, ...] = ()) -> bool:
     if len(answer) > 10 * max(MAX_LENGTH, len(gold)):
         return False
     answer, gold, *options = map(plain, (answer, gold, *choices))
+    lettered = dict(zip(ascii_uppercase, options, strict=False))
+    if gold not in options:
+        gold = lettered.get(gold, gold)  # rows that give the letter as the answer
     if options and (letter := re.fullmatch(r"\(?([A-Z])[).]?", answer)):
-        return gold in options[ord(letter[1]) - ord("A") :][:1]
+        return gold == lettered.get(letter[1])
+    listed = re.fullmatch(r"\(?([A-Z])(?:[).:,]+ ?| )(.+)", answer)  # as the prompt lists a choice: "C. 15"
+    if listed and listed[2] == lettered.get(listed[1]):
+        answer = listed[2]
     if not answer or answer.replace(" ", "").casefold() == gold.replace(" ", "").casefold():
         return bool(answer)
     if not re.search("[=<>]", gold):
@@ -130,6 +138,6 @@ def plain(text: str) -> str:
     text = re.sub(r"√ ?(\d+)", r"\\sqrt{\1}", re.sub(r"√ ?\(([^()]*)\)", r"\\sqrt{\1}", text))
     for old, new in SPELLINGS.items():
         text = text.replace(old, new)
-    text = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\^\s*\\circ|\^\s*\{\s*\\circ\s*\}|\\[,;! ]|[°~]", " ", text)
     return UNITS.sub("", " ".join(text.split()).rstrip("."))

@@ -42,8 +42,10 @@ class JudgeEnv(Env):
 
     def step(self, response_text):
         self.conversation.append({"role": "assistant", "content": response_text})
+        answer = self.task.answer
+        reference = str(answer) if answer or answer == 0 else ""
         last = self.turn + 1 == self.max_turns
-        verdict = self.shared.grade(self.rubric, self.conversation, str(self.task.answer or ""))
+        verdict = self.shared.grade(self.rubric, self.conversation, reference)
         short = min(1.0, WORDS / max(1, len(response_text.split())))
         info = verdict.metrics
         if last or self.grade == "turn":

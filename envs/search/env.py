@@ -6,6 +6,7 @@ ends the episode and is scored by exact match or token F1. With ``tool_calls`` a
 format.
 """
 
+import json
 import re
 import string
 from collections import Counter
@@ -33,7 +34,7 @@ SEARCH = {
 
 
 class SearchEnv(Env):
-    """Task: a question; its answer is a text, or a list of texts of which each is right.
+    """Task: a question; its answer is a text, or a list of texts of which each is right, also as JSON.
 
     ``retriever``, ``corpus`` and ``encoder`` are arguments of :func:`vlmrl.retrieval.open_retriever`; all episodes share one
     retriever. ``reward`` is ``em`` or ``f1``; ``format_reward`` is added if there is an answer and no response was malformed.
@@ -62,8 +63,12 @@ class SearchEnv(Env):
         self.topk, self.passage_chars, self.images = topk, passage_chars, images
         self.reward, self.format_reward, self.instructions = reward, format_reward, instructions
         self.tools = [{"type": "function", "function": SEARCH}] if tool_calls else []
-        self.answers = [task.answer] if isinstance(task.answer, str) else task.answer
-        if not isinstance(self.answers, list | tuple) or not all(isinstance(right, str) for right in self.answers):
+        self.answers = right_texts(task.answer)
+        if (
+            not self.answers
+            or not isinstance(self.answers, list | tuple)
+            or not all(isinstance(right, str) for right in self.answers)
+        ):
             raise ValueError(
                 f"task {task.id}: the answer must be a text or a list of texts, but it is {task.answer!r:.200}. Map a field of it "
                 "with data.columns, such as reward_model.ground_truth.target."
@@ -159,6 +164,17 @@ class SearchEnv(Env):
         if gold := self.task.data.get("gold_passages"):
             info["gold_seen"] = len(self.seen & set(gold)) / len(gold)
         return info
+
+
+def right_texts(answer):
+    """The right texts of a row, which PopQA has as the JSON of a list."""
+    if not isinstance(answer, str):
+        return answer
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, list) and all(isinstance(right, str) for right in found) else [answer]
 
 
 def words(text: str) -> dict[str, str]:

@@ -267,6 +267,24 @@ def test_an_env_is_judged_turn_by_turn_or_at_its_end(endpoint: Endpoint):
     assert at_end.turns[1].metrics["short"] == pytest.approx(2 / 3) and at_end.turns[1].metrics["judge"] == 0.9
 
 
+@pytest.mark.parametrize(
+    ("answer", "shown"), [(0, "0"), (0.0, "0.0"), (False, "False"), (15, "15"), (None, ""), ("", "")]
+)
+def test_an_env_shows_the_judge_each_answer(answer: Any, shown: str):
+    """0 and False were left out, so that the judge graded without a reference."""
+    references: list[str] = []
+
+    class Grader:
+        def grade(self, rubric: str, conversation: Any, reference: str) -> judge_module.Verdict:
+            references.append(reference)
+            return judge_module.Verdict(0.5, "")
+
+    env = JudgeEnv(a_task("How many?", answer=answer), "url", "model")
+    env.shared, env.max_turns = Grader(), 1
+    env.step("0")
+    assert references == [shown]
+
+
 def test_a_judge_error_in_a_tool_env_is_an_env_error(endpoint: Endpoint):
     class Judged(ToolEnv):
         @classmethod

@@ -192,6 +192,9 @@ def test_a_response_that_repeats_itself_is_read_in_time():
         ("12\\text{ units}^2", "12"),
         ("12 square units", "12"),
         ("30^\\circ", "30"),
+        ("\\approx 30", "30"),
+        ("x ≈ 8.66", "5 \\sqrt { 3 }"),
+        ("\\mathbf{30}", "30"),
         ("30^{\\circ}", "30"),
         ("30°", "30"),
         ("30 degrees", "30"),
@@ -261,13 +264,36 @@ def test_wrong(answer, gold):
 @pytest.mark.slow
 def test_letters_count_where_there_are_choices():
     choices = ("5", "14", "15", "35")
-    for right in ("C", "(C)", "C.", "C)", "\\text{C}", "15"):
+    for right in (
+        "C",
+        "(C)",
+        "C.",
+        "C)",
+        "\\text{C}",
+        "15",
+        "C. 15",
+        "(C) 15^\\circ",
+        "C: 15",
+        "\\textbf{(C) }15",
+        "\\text{C. }15",
+    ):
         assert is_right(right, "15", choices)
-    for wrong in ("A", "(B)", "D", "E", "Z", "14"):
+    for wrong in ("A", "(B)", "D", "E", "Z", "14", "A. 15", "C. 14", "B. 14", "A. 5, C. 15"):
         assert not is_right(wrong, "15", choices)
     assert step(env(choices=list(choices)), "\\boxed{C}")[2]["reward"] == 1.0
     assert step(env(), "\\boxed{C}")[2]["reward"] == 0.0
     assert step(env(choices=None), "\\boxed{15}")[2]["reward"] == 1.0
+
+
+@pytest.mark.slow
+def test_the_letter_may_be_the_rows_answer():
+    """As in Geometry3K's own file. Each answer was wrong."""
+    choices = ("5", "14", "15", "35")
+    for right in ("C", "(C)", "C. 15", "15", "x = 15"):
+        assert is_right(right, "C", choices)
+    for wrong in ("A", "A. 5", "14", "D"):
+        assert not is_right(wrong, "C", choices)
+    assert is_right("B", "C", ("A", "C", "B")) and not is_right("C", "C", ("A", "C", "B"))  # the names of points
 
 
 def test_a_number_nearer_to_another_choice_is_wrong():

@@ -190,7 +190,17 @@ def test_a_wrong_reward_is_refused(corpus):
         env(corpus, reward="bleu")
 
 
-@pytest.mark.parametrize("answer", [{"target": ["Paris"]}, {"text": ["Paris"], "answer_start": [0]}, ["Paris", 7], 7])
+@pytest.mark.parametrize(
+    ("answer", "em"), [('["Paris", "City of Light"]', 1.0), ('["Rome", "Roma"]', 0.0), ('["Paris"', 1.0)]
+)
+def test_the_right_texts_may_be_written_as_json(corpus, answer, em):
+    """As in PopQA: rows with several right texts were wrong whatever was answered."""
+    assert env(corpus, answer=answer).judge("paris")["em"] == em
+
+
+@pytest.mark.parametrize(
+    "answer", [{"target": ["Paris"]}, {"text": ["Paris"], "answer_start": [0]}, ["Paris", 7], 7, []]
+)
 def test_an_answer_of_another_form_is_refused(corpus, answer):
     """As of Search-R1's `reward_model.ground_truth`, or SQuAD's: the names of the fields were the right answers."""
     with pytest.raises(ValueError, match=r"task t: the answer must be a text or a list of texts, but it is "):

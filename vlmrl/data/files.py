@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import re
@@ -21,6 +20,7 @@ from vlmrl.data.archives import refuse_links
 from vlmrl.data.parquet_types import check_same_kinds
 from vlmrl.data.row_images import IMAGE_SUFFIXES
 from vlmrl.data.text_rows import JSON, ExactJson, load_texts, reader_errors, stamps_of
+from vlmrl.utils.folders import escaped, files_behind_links, files_in, unchained
 from vlmrl.utils.json_files import read_object
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -225,6 +225,11 @@ def _load_local(path: Path, split: str) -> hf.Dataset:
     if path.is_file():
         _check_only_split(path, split)
         return _load_files([path], split)
+    if (path / "blobs").is_dir() and len(revisions := sorted(path.glob("snapshots/*"))) > 1:
+        has = f"has the rows of {len(revisions)} revisions of a dataset, as the hub's cache keeps them"
+        raise ValueError(
+            f"data.path {str(path)!r} {has}: name one of them, such as {revisions[-1]}, or its name on the hub."
+        )
     if not any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         has_images = _is_image_folder(path)
         return _load_images(path, split) if has_images else _load_files(_files_of_split(path, split), split)
@@ -261,7 +266,7 @@ def _load_saved_split(folder: Path, split: str) -> hf.Dataset:
         check(file)
     for each in _saved_list(folder, str(Path(split, "state.json")), "_data_files"):
         check(each["filename"])
-    rows = hf.Dataset.load_from_disk(_unchained(folder / split))
+    rows = hf.Dataset.load_from_disk(unchained(folder / split))
     rows.data.table.validate(full=True)  # a wrong offset would read other memory, or end the process
     return rows
 
@@ -291,7 +296,7 @@ def _rows_of_split(splits: dict[str, hf.Dataset], split: str) -> hf.Dataset:
 
 def _is_image_folder(folder: Path) -> bool:
     """Whether ``folder`` holds images that no data file lists, or that a metadata file of ``imagefolder`` lists."""
-    names = {path.name for path in folder.rglob("*")}
+    names = {path.name for path in files_in(folder)}
     suffixes = {Path(name).suffix.lower() for name in names}
     return bool(suffixes & IMAGE_SUFFIXES) and (bool(names & _METADATA) or not suffixes & set(FORMATS))
 
@@ -299,14 +304,20 @@ def _is_image_folder(folder: Path) -> bool:
 def _load_images(folder: Path, split: str) -> hf.Dataset:
     """A folder of images: the column ``images``, those of its metadata files, and else folders' names as ``answer``."""
     try:
-        found = hf.load_dataset_builder("imagefolder", data_dir=_escaped(folder)).config.data_files
+        found = hf.load_dataset_builder("imagefolder", data_dir=escaped(folder)).config.data_files
         files = found.get(_base(split), [])
         _check_folders(folder, {os.path.relpath(Path(file).parent, folder) for file in files}, split)
         _check_metadata(folder, files, {str(file) for others in found.values() for file in others})
         metadata = [Path(file) for file in files if Path(file).name in _METADATA]
+        unread = _METADATA if metadata else {*_METADATA, *IMAGE_SUFFIXES}
+        if linked := [path for path in files_behind_links(folder) if {path.name, path.suffix.lower()} & unread]:
+            raise ValueError(
+                f"{linked[0].parent} is a link to a folder, or in one, and would not be read: put the folder itself there, or list "
+                "all images in a metadata file of the folder"
+            )
         if metadata:
             return _rows_of_split({_base(split): _listed_images(metadata, _base(split))}, split)
-        dataset = hf.load_dataset("imagefolder", data_dir=_escaped(folder), split=split)
+        dataset = hf.load_dataset("imagefolder", data_dir=escaped(folder), split=split)
     except Exception as error:  # datasets raises many kinds
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a folder of images: {error}") from error
     if "image" in dataset.column_names:
@@ -386,7 +397,7 @@ def _load_files(paths: list[Path], split: str) -> hf.Dataset:
     kind = FORMATS[suffixes.pop()]
     if kind != "parquet":
         return _rows_of_split({_base(split): load_texts(paths, kind)}, split)
-    files = {_base(split): [_escaped(path) for path in paths]}
+    files = {_base(split): [escaped(path) for path in paths]}
     with reader_errors(paths):
         check_same_kinds(paths)
         stamp = hashlib.blake2b(repr(stamps_of(paths)).encode(), digest_size=16).hexdigest()
@@ -401,8 +412,8 @@ def _words(path: str) -> set[str]:
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     """The files whose names contain the split's name as a word. For ``train``, all files if none names any split."""
-    visible = [path for path in folder.rglob("*") if not any(part[0] == "." for part in path.relative_to(folder).parts)]
-    files = sorted(path for path in visible if path.suffix in FORMATS)
+    visible = [path for path in files_in(folder) if not any(part[0] == "." for part in path.relative_to(folder).parts)]
+    files = [path for path in visible if path.suffix in FORMATS]
     words = {file: _words(str(file.relative_to(folder))) for file in files}
     named = [file for file in files if _base(split).lower() in words[file]]
     if not named and _base(split) == "train" and not any(words[file] & _SPLIT_NAMES for file in files):
@@ -417,18 +428,6 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
         has = f"data.path {str(folder)!r} has files of several formats for the split {split!r}, such as {', '.join(first.values())}"
         raise ValueError(f"{has}: move those of other formats elsewhere, or name a file.")
     return named
-
-
-def _escaped(path: Path) -> str:
-    """A path for ``datasets``, which reads paths as patterns: ``geo[12].parquet`` would be ``geo1.parquet``."""
-    return glob.escape(_unchained(path))
-
-
-def _unchained(path: Path) -> str:
-    """Raises ValueError for a path with ``::``, of which ``datasets`` would open what stands before it."""
-    if "::" in str(path):
-        raise ValueError(f"data.path {str(path)!r} must not have '::' in it: rename the file or the folder")
-    return str(path)
 
 
 def _base(split: str) -> str:

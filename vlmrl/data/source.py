@@ -131,6 +131,7 @@ ENCODED = re.compile(r"data:image/|iVBORw0KGgo|/9j/|R0lGOD|UklGR.{6}XRUJQ")
 """How a text begins that is a data URI, or the base64 of a PNG, JPEG, GIF or WebP file."""
 ENCODED_BYTES = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP", re.DOTALL)
 """How such a file begins."""
+_IMAGE_FILES = {*IMAGE_SUFFIXES, ".tif", ".tiff", ".heic", ".avif"}
 EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains the answer"}
 """What it means that a row has no prompt, or no answer."""
 
@@ -229,7 +230,7 @@ def is_called_image(column: str) -> bool:
 
 
 def _holds_image(column: str, value: Any) -> bool:
-    """Whether a cell is an encoded image or a list of them, or in a column that is called so the path or URL of one."""
+    """Whether a cell is an encoded image, the path of one, or in a column that is called so any URL, or a list of them."""
     value = next(iter(value), None) if isinstance(value, list) else value
     if isinstance(value, dict) and "bytes" in value:  # as `datasets` stores images, audio and videos
         name, value = str(value.get("path")), value["bytes"]
@@ -239,8 +240,11 @@ def _holds_image(column: str, value: Any) -> bool:
         return is_called_image(column) or ENCODED_BYTES.match(value) is not None
     if not isinstance(value, str):
         return False
-    is_address = Path(value).suffix.lower() in IMAGE_SUFFIXES or re.match("https?://", value)
-    return ENCODED.match(value) is not None or (is_called_image(column) and bool(is_address))
+    is_file = Path(value).suffix.lower() in _IMAGE_FILES
+    is_address = is_file or re.match("https?://", value) is not None
+    return (
+        ENCODED.match(value) is not None or (is_file and " " not in value) or (is_called_image(column) and is_address)
+    )
 
 
 def _unshown_images(rows: Rows, columns: dict[str, str]) -> str | None:
@@ -384,7 +388,7 @@ def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, r
 
 def _check_marks(where: str, prompt: list[Message], row: Row) -> None:
     """Raises ValueError for a mark in a row without ``images`` and without images in its prompt, whose images have another name."""
-    other = next(filter(is_called_image, row), None)
+    other = next((name for name, value in row.items() if is_called_image(name) or _holds_image(name, value)), None)
     if other is None or any(image_parts(message) for message in prompt):
         return
     if any(message["role"] == "user" and MARK in message["content"] for message in prompt):
