@@ -64,11 +64,8 @@ class SearchEnv(Env):
         self.reward, self.format_reward, self.instructions = reward, format_reward, instructions
         self.tools = [{"type": "function", "function": SEARCH}] if tool_calls else []
         self.answers = right_texts(task.answer)
-        if (
-            not self.answers
-            or not isinstance(self.answers, list | tuple)
-            or not all(isinstance(right, str) for right in self.answers)
-        ):
+        is_list = isinstance(self.answers, list | tuple) and bool(self.answers)
+        if not is_list or not all(isinstance(right, str) for right in self.answers):
             raise ValueError(
                 f"task {task.id}: the answer must be a text or a list of texts, but it is {task.answer!r:.200}. Map a field of it "
                 "with data.columns, such as reward_model.ground_truth.target."

@@ -17,8 +17,10 @@ import pytest
 from PIL import Image
 
 from vlmrl.config import Data
-from vlmrl.data import files, load_tasks
+from vlmrl.data import load_tasks
+from vlmrl.data.dataset_rows import Rows
 from vlmrl.data.files import load_rows
+from vlmrl.data.hub_datasets import load_from_hub
 from vlmrl.data.parquet_types import check_same_kinds
 from vlmrl.utils import json_files
 
@@ -57,7 +59,7 @@ def test_texts_beside_values_of_other_types_stay_texts_and_numbers_keep_their_di
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_text(text)
     assert list(load_rows(str(tmp_path / "data"), "train[2:]")) == rows[2:]
-    assert list(files.Rows(files._load_hub(str(tmp_path / "data"), "train[2:]"))) == rows[2:]
+    assert list(Rows(load_from_hub(str(tmp_path / "data"), "train[2:]"))) == rows[2:]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_values_stay_what_they_are_beside_those_of_another_file_or_of_ten_megaby
     else:
         rows[0]["more"] = "x" * (10 * 2**20 + 1)
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for read in (load_rows(str(folder), "train"), files.Rows(files._load_hub(str(folder), "train"))):
+    for read in (load_rows(str(folder), "train"), Rows(load_from_hub(str(folder), "train"))):
         assert json.dumps([row["answer"] for row in read]) == json.dumps([first, then])
 
 
@@ -110,7 +112,7 @@ def test_whole_numbers_in_lists_and_objects_stay_whole_beside_fractions(tmp_path
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_text(text)
     assert json.dumps(list(load_rows(str(tmp_path / "data"), "train"))) == json.dumps(rows)
-    assert json.dumps(list(files.Rows(files._load_hub(str(tmp_path / "data"), "train")))) == json.dumps(rows)
+    assert json.dumps(list(Rows(load_from_hub(str(tmp_path / "data"), "train")))) == json.dumps(rows)
 
 
 def test_the_parts_of_a_saved_dataset_are_those_that_the_split_names(tmp_path):
@@ -413,7 +415,7 @@ def test_values_of_csv_stay_as_they_are_written(tmp_path, rows):
     (folder / "rows.csv").write_text(
         "prompt,answer\n" + "".join(f"{number},{row}\n" for number, row in enumerate(rows))
     )
-    for found in (load_rows(str(folder), "train"), files.Rows(files._load_hub(str(folder), "train"))):
+    for found in (load_rows(str(folder), "train"), Rows(load_from_hub(str(folder), "train"))):
         assert found.column("answer") == [row or None for row in rows] and found.column("prompt")[:2] == ["0", "1"]
 
 
@@ -513,7 +515,7 @@ def test_parquet_files_whose_column_has_values_of_other_types_are_refused(tmp_pa
     (folder := tmp_path / "data").mkdir()
     for name, value in (("a", first), ("b", then)):
         pq.write_table(pa.table({"prompt": ["What?"], "answer": [value]}), folder / f"train-{name}.parquet")
-    for load in (load_rows, files._load_hub):
+    for load in (load_rows, load_from_hub):
         with pytest.raises(
             ValueError, match=rf"column '{re.escape(field)}' .* in .*a\.parquet, and .* in .*b\.parquet"
         ):
@@ -526,14 +528,14 @@ def test_a_dataset_of_the_hub_that_datasets_has_loaded_before_is_read_as_it_is_w
     (folder := tmp_path / "data").mkdir()
     text = '{"prompt": "When?", "answer": "2020-01-01"}\n' if suffix == "jsonl" else "prompt,answer\nWhen?,007\n"
     (folder / f"train.{suffix}").write_text(text)
-    before = list(files.Rows(files._load_hub(str(folder), "train")))
+    before = list(Rows(load_from_hub(str(folder), "train")))
     assert hf.load_dataset(str(folder), split="train")[0] != before[0]
-    assert list(files.Rows(files._load_hub(str(folder), "train"))) == before
+    assert list(Rows(load_from_hub(str(folder), "train"))) == before
     declared = (
         "dataset_info:\n  features:\n  - name: prompt\n    dtype: string\n  - name: answer\n    dtype: large_string"
     )
     (folder / "README.md").write_text(f"---\n{declared}\n---\n")
-    assert files._load_hub(str(folder), "train").features["answer"] == hf.Value("large_string")
+    assert load_from_hub(str(folder), "train").features["answer"] == hf.Value("large_string")
 
 
 def test_a_dotted_column_beside_a_field_of_that_path_is_another_one(tmp_path):
@@ -554,9 +556,9 @@ def test_a_split_of_the_hub_has_the_types_of_its_own_files(tmp_path):
     (folder := tmp_path / "data").mkdir()
     for name, value in (("train", 7), ("test", "007")):
         pq.write_table(pa.table({"prompt": ["What?"], "answer": [value]}), folder / f"{name}.parquet")
-    assert files.Rows(files._load_hub(str(folder), "train[:1]")).column("answer") == [7]
+    assert Rows(load_from_hub(str(folder), "train[:1]")).column("answer") == [7]
     with pytest.raises(ValueError, match=r"column 'answer' must have one type in all files, but it has numbers in "):
-        files._load_hub(str(folder), "test")
+        load_from_hub(str(folder), "test")
 
 
 @pytest.mark.parametrize(
@@ -576,7 +578,7 @@ def test_parquet_files_of_the_same_kinds_of_values_are_read(tmp_path, first, the
     for name, values in (("a", first), ("b", then)):
         pq.write_table(pa.table({"prompt": ["What?"], "answer": values}), folder / f"train-{name}.parquet")
     expected = [*first.to_pylist(), *then.to_pylist()]
-    for read in (load_rows(str(folder), "train"), files.Rows(files._load_hub(str(folder), "train"))):
+    for read in (load_rows(str(folder), "train"), Rows(load_from_hub(str(folder), "train"))):
         found = read.column("answer")
         assert [{k: v for k, v in each.items() if v} if isinstance(each, dict) else each for each in found] == expected
 

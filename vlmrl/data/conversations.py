@@ -27,7 +27,7 @@ from vlmrl.multimodal.messages import parts_of_message
 from vlmrl.types import Message, Task
 
 if TYPE_CHECKING:
-    from vlmrl.data.files import Rows
+    from vlmrl.data.dataset_rows import Rows
 
 EPISODES = "episodes.jsonl"
 """The file of conversations in the folder that `vlmrl collect` writes."""

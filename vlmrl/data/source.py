@@ -26,7 +26,7 @@ from vlmrl.utils.require import require
 from vlmrl.utils.users_line import describe_error
 
 if TYPE_CHECKING:
-    from vlmrl.data.files import Rows
+    from vlmrl.data.dataset_rows import Rows
 
 Row = dict[str, Any]
 

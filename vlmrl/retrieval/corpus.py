@@ -18,7 +18,7 @@ from vlmrl.retrieval.base import Hit, Passage
 from vlmrl.types import ImageSource
 
 if TYPE_CHECKING:
-    from vlmrl.data.files import Rows
+    from vlmrl.data.dataset_rows import Rows
 
 Ranking = list[tuple[int, float]]
 """The result of one query: passage numbers, best first, with their scores."""
@@ -91,7 +91,8 @@ def load_corpus(source: str, split: str = "train") -> Corpus:
     """
     import datasets as hf  # here, with what else imports torch, since an env file that searches also imports this module
 
-    from vlmrl.data.files import Rows, load_rows
+    from vlmrl.data.dataset_rows import Rows
+    from vlmrl.data.files import load_rows
 
     if ".py:" in source:
         rows = load_object(source)()

@@ -1,15 +1,13 @@
-"""Folders that are written atomically, files and paths of datasets, the package's cache folder, and that of torch's compiler."""
+"""Folders that are written atomically, the package's cache folder, and that of torch's compiler."""
 
 from __future__ import annotations
 
 import getpass
-import glob
 import os
 import re
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 CACHE_VARIABLE = "VLMRL_CACHE"
@@ -26,46 +24,6 @@ def working_directory() -> str:
         return str(Path.cwd())
     except FileNotFoundError:
         return "(deleted)"
-
-
-def files_in(folder: Path) -> list[Path]:
-    """All files in ``folder`` and below, sorted, each folder once.
-
-    Unlike ``rglob`` it also looks into links to folders, but not into those to a folder that ``folder`` is in.
-    """
-    found: list[Path] = []
-    whole, seen = Path(os.path.realpath(folder)), set[str]()
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in seen or (seen and whole.is_relative_to(real)):
-            folders.clear()
-            continue
-        folders.sort()
-        seen.add(real)
-        found += [Path(parent, name) for name in names]
-    return sorted(found)
-
-
-def files_behind_links(folder: Path) -> list[Path]:
-    """Those of :func:`files_in` that are in a link to a folder, which ``datasets`` leaves out."""
-
-    @cache
-    def is_linked(parent: Path) -> bool:
-        return parent != folder and (parent.is_symlink() or is_linked(parent.parent))
-
-    return [path for path in files_in(folder) if is_linked(path.parent)]
-
-
-def escaped(path: Path) -> str:
-    """A path for ``datasets``, which reads paths as patterns: ``geo[12].parquet`` would be ``geo1.parquet``."""
-    return glob.escape(unchained(path))
-
-
-def unchained(path: Path) -> str:
-    """Raises ValueError for a path with ``::``, of which ``datasets`` would open what stands before it."""
-    if "::" in str(path):
-        raise ValueError(f"data.path {str(path)!r} must not have '::' in it: rename the file or the folder")
-    return str(path)
 
 
 def check_compiled_code() -> None:

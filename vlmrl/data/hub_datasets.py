@@ -1,0 +1,87 @@
+"""Datasets of the hub. Text files and metadata are read as :mod:`split_files` reads them, since ``datasets`` changes some values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import datasets as hf
+
+from vlmrl.config.code import places
+from vlmrl.data.image_folders import METADATA_FILES, load_listed_images
+from vlmrl.data.parquet_types import check_same_kinds
+from vlmrl.data.split_files import base_split, rows_of_split
+from vlmrl.data.text_rows import load_texts, reader_errors
+
+
+def load_from_hub(path: str, split: str) -> hf.Dataset:
+    try:
+        builder = hf.load_dataset_builder(path)
+        own = builder.config.data_files or {}
+        names = {kind.__name__ for kind in type(builder).__mro__}
+        if "WebDataset" in names and not _declares_types(path, builder):
+            return hf.load_dataset(path, split=split, features=_types_of_samples(path, split))
+        if "ImageFolder" in names and base_split(split) in own and not _declares_types(path, builder):
+            return _load_hub_images(path, split, own)
+        kind = next((name.lower() for name in ("Json", "Csv", "Parquet") if name in names), "")
+        is_read = kind and (kind != "csv" or _has_no_options(builder.config))
+        if not is_read or base_split(split) not in own or _declares_types(path, builder):
+            return hf.load_dataset(path, split=split)
+        manager = hf.DownloadManager()
+        needed = [base_split(split)]
+        if kind == "parquet":  # all splits get the types of the first one
+            needed.insert(0, str(next(iter(own))))
+        files = [
+            Path(file)
+            for name in dict.fromkeys(needed)
+            for file in manager.iter_files(manager.download_and_extract(own[name]))
+        ]
+        if kind == "parquet":
+            with reader_errors(files):
+                check_same_kinds(files)
+            return hf.load_dataset(path, split=split)
+        return rows_of_split({base_split(split): load_texts(files, kind)}, split)
+    except OSError as error:  # not found, offline, not allowed: all of them are OSErrors
+        looked = ", ".join(map(str, places(path)))
+        message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
+        raise ValueError(message) from error
+
+
+def _load_hub_images(path: str, split: str, own: Mapping[Any, Any]) -> hf.Dataset:
+    """A folder of images of the hub, with the columns of ``datasets``. The values of its metadata files are as they are written."""
+    # Also for its cache, which is read where the hub is out of reach.
+    read = hf.load_dataset(path, split=split)
+    manager = hf.DownloadManager()
+    parts = {}
+    for name in {part.partition("[")[0] for part in split.split("+")}:
+        files = map(Path, manager.iter_files(manager.download_and_extract(own[name])))
+        metadata = [file for file in files if file.name in METADATA_FILES]
+        if not metadata:
+            return read
+        parts[name] = load_listed_images(metadata, name)
+    rows = rows_of_split(parts, split)
+    names = rows.column_names
+    is_renamed = "images" in names and "image" not in names and "images" not in read.column_names
+    return rows.rename_column("images", "image") if is_renamed else rows
+
+
+def _types_of_samples(path: str, split: str) -> hf.Features | None:
+    """Of a WebDataset, with JSON as it is written: ``datasets`` gives it the types of the first five samples, and 1.5 becomes 1."""
+    types = hf.load_dataset(path, split=base_split(split), streaming=True).features
+    exact = {name: hf.Json() for name in types if name.rpartition(".")[2] == "json"}
+    return hf.Features({**types, **exact}) if exact else None
+
+
+def _declares_types(path: str, builder: hf.DatasetBuilder) -> bool:
+    """Whether a dataset names its columns' types. If it was loaded before, its builder has those that `datasets` found then."""
+    if builder.info.features is None:
+        return False
+    with TemporaryDirectory() as empty:
+        return hf.load_dataset_builder(path, cache_dir=empty).info.features is not None
+
+
+def _has_no_options(config: Any) -> bool:
+    """Whether a CSV dataset of the hub is read as any CSV file, and not with another separator, for example."""
+    return bool(config.pd_read_csv_kwargs == type(config)().pd_read_csv_kwargs)
