@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,25 @@ async def test_a_page_with_endless_dialogs_fails_alone(tmp_path):
         _, done, info = await other.step(click(500, 500))
         assert done and info["reward"] == 1
         assert other._pool.counts["hung"] == 0
+
+
+async def test_a_chromium_that_draws_no_page_any_more_is_replaced(tmp_path, monkeypatch):
+    """A page with 6,000 blurred layers held up the process that draws all pages for minutes after it was closed: all others failed."""
+    monkeypatch.setattr(chromium_process, "DRAWING_SECONDS", 5.0)
+    calm = page_env(tmp_path, on_click("window.reward = 1"))
+    async with opened(calm, timeout=10.0) as env:
+        process = env._lease.process
+        infos = await env._pool.loop.run(process._control.send("SystemInfo.getProcessInfo"))
+        (drawing,) = (info["id"] for info in infos["processInfo"] if info["type"] == "GPU")
+        os.kill(drawing, signal.SIGSTOP)
+        with pytest.raises(BrowserFailure, match="took longer than 10 s"):
+            await env._look()
+    async with asyncio.timeout(600):
+        await env._pool.loop.run(process.ended.wait())
+    async with opened(calm, timeout=10.0) as env:
+        _, done, info = await env.step(click(500, 500))
+        assert done and info["reward"] == 1
+    assert env._pool.counts["hung"] == 1
 
 
 async def listened(env: BrowserEnv, *events: str) -> list[Any]:

@@ -249,8 +249,18 @@ class BrowserPool:
             self._do_later(self._end(process, kill=False))
 
     async def _check(self, process: ChromiumProcess) -> None:
-        """After a failure: a browser that does not answer is ended; its other sessions fail and are played again in a new one."""
-        if process in self._all and not await process.answers():
+        """After a failure: a browser that does not answer is ended; its other sessions fail and are played again in a new one.
+
+        Failures that come together are one check: each draws a page.
+        """
+        if process not in self._all or process.is_checked:
+            return
+        process.is_checked = True
+        try:
+            is_up = await process.answers()
+        finally:
+            process.is_checked = False
+        if not is_up:
             self.counts["hung"] += process.alive
             await self._end(process, kill=True)
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from vlmrl.utils.marked_processes import MARK, kill_marked, kill_processes
 from vlmrl.utils.require import import_extra
 
 START_SECONDS, PING_SECONDS, STOP_SECONDS = 60.0, 10.0, 5.0
+DRAWING_SECONDS = 30.0  # for an empty page
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 VARIABLE = "VLMRL_CHROMIUM"
 SOCKET = "/org.chromium.Chromium.XXXXXX/SingletonSocket"
@@ -71,6 +72,7 @@ class ChromiumProcess:
         self.alive = True
         self.retired = False  # it gets no new tabs
         self.tabs = 0  # in use
+        self.is_checked = False  # right now
         self.ended = asyncio.Event()  # the pool has no use for it any more
         self._playwright = playwright
         self._control = control
@@ -106,11 +108,24 @@ class ChromiumProcess:
         return self
 
     async def answers(self) -> bool:
-        """Whether Chromium's main process answers in time. The call is not cancelled: that may fail one of an episode."""
-        call = asyncio.ensure_future(self._control.send("Browser.getVersion"))
+        """Whether Chromium's main process answers and draws an empty page in time: one process draws all pages, and may hang alone."""
+        is_up = await self._succeeds(self._control.send("Browser.getVersion"), PING_SECONDS)
+        return is_up and await self._succeeds(self._draw(), DRAWING_SECONDS)
+
+    async def _succeeds(self, coroutine: Coroutine[Any, Any, Any], seconds: float) -> bool:
+        """Whether a call succeeds in time. It is not cancelled: that may fail one of an episode."""
+        call = asyncio.ensure_future(coroutine)
         call.add_done_callback(read_error)
-        await asyncio.wait([call], timeout=PING_SECONDS)
+        await asyncio.wait([call], timeout=seconds)
         return call.done() and call.exception() is None and self.alive
+
+    async def _draw(self) -> None:
+        context = await self.handle.new_context()
+        try:
+            page = await context.new_page()
+            await page.screenshot()
+        finally:
+            await context.close()
 
     async def memory_bytes(self) -> int:
         """The memory of its processes; what several share is counted once."""
