@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl import Algo, Config, Data, Eval, EvalData, Model, Part, Rollout, WarmStart
+from vlmrl import Algo, Config, Data, Eval, EvalData, Gateway, Model, Part, Rollout, WarmStart
 from vlmrl.algos.choose import BUILT_IN, choose, choose_all
 from vlmrl.config.code import (
     code_path,
@@ -288,3 +288,20 @@ def test_the_files_of_an_agents_command_are_absolute_and_links_stay(tmp_path, mo
 def test_words_of_an_agents_command_that_are_no_file_names_stay(script):
     command = shlex.join(["sh", "-c", script])
     assert resolve_config(Config(agent=command, rollout=Rollout(samples="merged"))).agent == command
+
+
+def test_hosts_of_images_are_no_folders(folder):
+    images = ("urls", "http://images.lan", "https://127.0.0.1:9000/", "http://[::1]:80", "mine")
+    (folder / "mine").mkdir()
+    resolved = resolve_config(Config(gateway=Gateway(images=images)), folder).gateway
+    assert resolved.images == (*images[:-1], str(folder / "mine"))
+    assert resolved.image_hosts == ("*", "images.lan", "127.0.0.1:9000", "[::1]:80")
+    assert resolved.image_folders == (str(folder / "mine"),)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://a/b", "http://a?b", "http://", "http://*", "http://a:b", "http://[", "http://b@a"]
+)
+def test_an_address_of_images_that_would_open_more_than_it_says_is_refused(address):
+    with pytest.raises(ValueError, match=r"gateway\.images must be .*http://HOST:PORT"):
+        Gateway(images=(address,))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
 from testing.fake_sglang import FakeSGLang
+from testing.servers import answering
 from testing.sglang_engines import engine_of, plain, send, synced
 
 from vlmrl.config import Config, Data, Gateway, Model, Rollout, ServerSettings, Train
@@ -18,6 +20,7 @@ from vlmrl.engine.server import TOKEN_VARIABLE, LocalProcess, Server, external_s
 from vlmrl.engine.server_backend import Call, Capabilities, ServedModel
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.sglang.backend import SGLangBackend
+from vlmrl.engine.sglang.receiver import SGLangReceiver
 from vlmrl.engine.vllm.backend import VLLMBackend
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agents import Agents, AgentSpec
@@ -27,6 +30,7 @@ from vlmrl.run.serving import LocalServerHost
 from vlmrl.types import Task
 from vlmrl.utils.http_server import free_ports
 from vlmrl.utils.tokens import is_loopback
+from vlmrl.weight_sync.base import WeightsRefused
 
 MODEL = ServedModel("/model", "float32")
 TOKEN = "0123456789abcdef" * 4
@@ -230,3 +234,28 @@ def test_a_server_on_this_machine_gets_its_token_in_its_environment(tmp_path):
     settings = ServerSettings()
     [server] = LocalServerHost(settings, tmp_path, torch.device("cpu"), ranks=1).servers(SGLangBackend(settings), MODEL)
     assert server.token is not None and server.process.launch.env[TOKEN_VARIABLE] == server.token
+
+
+@pytest.mark.slow
+def test_a_token_that_a_server_repeats_is_in_no_error(monkeypatch):
+    """`crash.txt` has the errors, and is sent to others."""
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+
+    async def repeat(request: web.Request) -> web.Response:
+        status = {"/health": 200, "/server_info": 500}.get(request.path, 403)
+        return web.Response(status=status, text=f"no: {request.headers['Authorization']}")
+
+    async def start(url: str) -> None:
+        settings = ServerSettings(urls=(url,), start_timeout=60.0)
+        pool = ServerPool(SGLangBackend(settings), external_servers(settings.urls))
+        try:
+            await pool.start()
+        finally:
+            await pool.close()
+
+    with answering(repeat) as url:
+        with pytest.raises(EngineError, match=r"no: Bearer \[the key\]") as error:
+            asyncio.run(start(url))
+        with pytest.raises(WeightsRefused, match=r"no: Bearer \[the key\]") as refused:
+            SGLangReceiver.of(external_servers([url])[0], 60.0).post("/begin_weight_update", {})
+    assert TOKEN not in str(error.value) + str(refused.value)

@@ -122,6 +122,21 @@ def test_an_error_does_not_repeat_all_that_a_judge_sent(endpoint: Endpoint, kind
     assert len(str(error.value)) < 2000
 
 
+@pytest.mark.parametrize("status", [200, 401, 500])
+def test_a_key_that_a_judge_repeats_is_in_no_error(status: int, monkeypatch: pytest.MonkeyPatch):
+    """The error is recorded with the trajectory. The key of a file often ends with a line break, which is no part of it."""
+    key = "sk-" + "0123456789" * 40
+    monkeypatch.setenv("OPENAI_API_KEY", f"{key}\n")
+
+    async def repeat(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {key}"
+        return web.json_response({"error": f"no key: {key}"}, status=status)
+
+    with answering(repeat) as url, pytest.raises(JudgeError, match=r"no key: \[the key\]") as error:
+        Judge(f"{url}/v1", "m", timeout=600.0, max_retries=0).grade("Kind?", CONVERSATION)
+    assert "0123" not in str(error.value)
+
+
 def test_verdicts_that_are_kept_have_a_limit_of_bytes(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(judge_module, "KEPT_BYTES", 4000)
     judge = Judge(endpoint.url, "m")

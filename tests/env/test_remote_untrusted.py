@@ -369,6 +369,14 @@ def test_a_broken_contract_is_reported_as_one(played: Any):
         played(step=broken)
 
 
+@pytest.mark.parametrize("body", [b'{"kind": "error", "message": "no: sesame"}', b"no: sesame"])
+def test_a_token_that_a_server_repeats_is_in_no_error(played: Any, body: bytes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLMRL_ENV_TOKEN", "sesame")
+    for status in (200, 401, 500):
+        error = played(step=Answer(status, body)).error
+        assert "no: [the key]" in error and "sesame" not in error
+
+
 def test_a_response_over_the_limit_or_without_an_end_is_an_env_error(played: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http, "RESPONSE_LIMIT", 1000)
     assert "the response has more than 1000 bytes" in played(step=b" " * 1001).error

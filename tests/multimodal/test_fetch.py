@@ -201,6 +201,27 @@ def test_a_redirect_or_a_name_does_not_lead_to_this_machine(host: str, monkeypat
         assert "not a public address" in str(get(f"http://images.example:{port}/", hosts=["*"])) and reached == ["/"]
 
 
+def test_a_host_that_is_named_with_a_port_is_reached_at_no_other():
+    reached = []
+
+    async def private(request: web.Request) -> web.Response:
+        reached.append(request.path)
+        return web.Response(body=b"secret")
+
+    async def redirect(request: web.Request) -> web.Response:
+        return web.Response(status=302, headers={"Location": inner})
+
+    async def show(request: web.Request) -> web.Response:
+        return web.Response(body=b"png")
+
+    with answering(private) as inner, answering(show) as url, answering(redirect) as moved:
+        for hosts in ([url.partition("://")[2]], [url.partition("://")[2], "*"]):
+            assert get(url, hosts=hosts) == b"png"
+            assert str(get(inner, hosts=hosts)).startswith("RefusedError") and reached == []
+        assert "RefusedError" in str(get(moved, hosts=[moved.partition("://")[2]])) and reached == []
+        assert get(inner, hosts=["127.0.0.1"]) == b"secret"
+
+
 def test_public_addresses():
     assert all(map(is_public, ["93.184.216.34", "2606:4700::1", "::ffff:93.184.216.34", "64:ff9b::5db8:d822"]))
     private = ["127.0.0.1", "10.0.0.1", "192.168.1.1", "172.16.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "::"]

@@ -161,3 +161,16 @@ def test_a_response_of_tiny_chunks_does_not_stop_the_event_loop(monkeypatch: pyt
         served.result()
     assert (status, len(body)) == (200, 40_000)
     assert chunks[0] == 40_001 and max(most) <= 1000  # with the last, empty one
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 429, 500])
+def test_an_error_does_not_repeat_the_token_of_its_request(status: int):
+    """A server may. Errors are in the run's folder and on the terminal. The token is longer than what an error shows."""
+    token = "sk-" + "0123456789" * 40
+
+    async def repeat(request: web.Request) -> web.Response:
+        return web.Response(status=status, text=f"no key: {request.headers['Authorization']}")
+
+    with answering(repeat) as address, pytest.raises((RetryableError, RefusedError, ValueError)) as error:
+        HttpClient(600.0, {"Authorization": f"Bearer {token}"}).post_json(address, {})
+    assert "no key: Bearer [the key]" in str(error.value) and "0123" not in str(error.value)

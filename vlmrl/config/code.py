@@ -24,7 +24,7 @@ from typing import Any
 
 from vlmrl.config.data import Conversations, Data, EvalData, Part
 from vlmrl.config.fields import Code, Codes, Named, NamedOrNone, Settings, check_type, is_command, name_of, perhaps
-from vlmrl.config.gateway import URLS, Gateway
+from vlmrl.config.gateway import Gateway, names_hosts
 from vlmrl.config.model import RANDOM, Model
 from vlmrl.config.run import Config
 from vlmrl.config.training import OWN, Report, Teacher
@@ -119,7 +119,7 @@ def _existing(field: str, path: str, folder: Path | None) -> str:
 
 
 def _resolve_folders(field: str, folders: Sequence[str], folder: Path | None) -> tuple[str, ...]:
-    return tuple(each if each == URLS else _existing(field, each, folder) for each in folders)
+    return tuple(each if names_hosts(each) else _existing(field, each, folder) for each in folders)
 
 
 def _resolve_template(field: str, template: str, folder: Path | None) -> str:

@@ -25,6 +25,7 @@ class Gateway(Settings):
     images: tuple[str, ...] = ()
     """Where images that agents name are loaded from, besides data URIs.
     `urls`: http and https URLs of every public address. `http://HOST`: those of a host, which may be of this machine or its network.
+    `http://HOST:PORT`: those of one of its ports.
     Others: folders on this machine, whose files are named by path or by file URL."""
     agent_timeout: float = 600.0
     """Timeout of one agent, from its start to its end, in seconds. `rollout.max_concurrent` limits how many run at once."""
@@ -38,18 +39,20 @@ class Gateway(Settings):
             parts = urlsplit(self.public_url)
             ok = parts.scheme in ("http", "https") and bool(parts.netloc)
             require(ok, "gateway.public_url", "a URL such as http://10.0.0.5:8000", self.public_url)
+        for each in self.images:
+            rule = "urls, http://HOST, http://HOST:PORT or a folder, and no URL with a path"
+            require(not names_hosts(each) or each == URLS or bool(_host_of(each)), "gateway.images", rule, each)
 
     @property
     def image_hosts(self) -> tuple[str, ...]:
-        """Hosts from which images that agents name by http or https URLs are loaded; ``*``: every public address."""
-        return tuple(
-            "*" if each == URLS else urlsplit(each).hostname or "" for each in self.images if _is_address(each)
-        )
+        """Hosts from which images that agents name by http or https URLs are loaded, with a port if only that one may be reached:
+        ``images.lan``, ``[::1]:9000``. ``*``: every public address."""
+        return tuple("*" if each == URLS else _host_of(each) for each in self.images if names_hosts(each))
 
     @property
     def image_folders(self) -> tuple[str, ...]:
         """Folders on this machine whose image files agents may name."""
-        return tuple(each for each in self.images if not _is_address(each))
+        return tuple(each for each in self.images if not names_hosts(each))
 
     @property
     def host(self) -> str:
@@ -62,6 +65,18 @@ class Gateway(Settings):
         return int(self.address.rpartition(":")[2])
 
 
-def _is_address(entry: str) -> bool:
+def names_hosts(entry: str) -> bool:
     """Whether an entry of ``images`` names hosts, and not a folder."""
     return entry == URLS or entry.startswith(("http://", "https://"))
+
+
+def _host_of(entry: str) -> str:
+    """The host of ``http://HOST``, with the port if there is one; ``""`` for any other address."""
+    try:
+        parts = urlsplit(entry)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:  # `http://[`, or a port that is none
+        return ""
+    if host == "*" or "@" in parts.netloc or entry.partition("://")[2].removesuffix("/") != parts.netloc:
+        return ""
+    return host if port is None else f"{parts.netloc.rpartition(':')[0].lower()}:{port}"

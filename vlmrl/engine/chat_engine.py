@@ -31,6 +31,7 @@ from vlmrl.utils.http import (
     http_loop,
     parse_json,
     send_request,
+    without_token,
 )
 from vlmrl.utils.tokens import bearer, bearer_token
 
@@ -133,7 +134,7 @@ class ChatEngine:
             answer = read_response(response.body)
         except RetryableError as error:
             self.retries += 1
-            raise RetryableError(self._without_key(str(error)), error.after) from error
+            raise RetryableError(without_token(str(error), self._key), error.after) from error
         if self.model.budget is not None and answer.prompt_tokens is None:
             raise ValueError(f"--budget needs an API that reports its tokens, but {self.model.url} sends no `usage`.")
         self.spent += (answer.prompt_tokens or 0) + (answer.response_tokens or 0)
@@ -142,8 +143,7 @@ class ChatEngine:
     def _check_status(self, response: HttpResponse) -> None:
         if response.status == 200:
             return
-        body = self._without_key(response.body.decode(errors="replace"))
-        reason = f"{response.status} {body:.300}"
+        reason = f"{response.status} {excerpt(response.body, 300, self._key)}"
         if response.status in PASSING or response.status >= 500:
             after = retry_after(response.headers)
             self._not_before = max(self._not_before, time.monotonic() + after)
@@ -154,10 +154,6 @@ class ChatEngine:
             )
             raise ValueError(f"--api {self.model.url} --model {self.model.name}: {remedy}. The API says: {reason}")
         raise RefusedError(reason, response.status)
-
-    def _without_key(self, text: str) -> str:
-        """For errors, which are logged and recorded: an API may repeat the key in its own."""
-        return text.replace(self._key, "[the key]") if self._key else text
 
     def report(self) -> str:
         """What has been spent so far, in a line."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import sys
 import threading
@@ -24,10 +23,11 @@ from typing import Any
 
 from vlmrl.multimodal.images import data_uri
 from vlmrl.types import Message
-from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, retrying
+from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, retrying, without_token
 from vlmrl.utils.kept import Kept
 from vlmrl.utils.require import moderate_number
 from vlmrl.utils.threads import SingleFlight
+from vlmrl.utils.tokens import bearer_headers
 
 SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -39,6 +39,7 @@ MARKUP = re.compile(
 ESCAPES = {"<": "&lt;", "[": "\\["}
 MOST_BYTES = 8 * 2**20  # of one response
 VERDICT_BYTES = 500  # that a verdict takes with its key, beside its text
+ERROR_CHARACTERS = 700
 KEPT_BYTES = 256 * 2**20  # of the verdicts that are kept
 
 
@@ -101,8 +102,7 @@ class Judge:
         self.low, self.high = low, high
         self.max_retries = max_retries
         self._body = {"model": model, "temperature": 0.0, "max_tokens": 1024, **(request or {})}
-        key = os.environ.get(key_variable)
-        self._client = HttpClient(timeout, {"Authorization": f"Bearer {key}"} if key else None, limit=MOST_BYTES)
+        self._client = HttpClient(timeout, bearer_headers(key_variable), limit=MOST_BYTES)
         self._slots = threading.Semaphore(max_concurrent)
         self._verdicts: Kept[Verdict] = Kept(KEPT_BYTES, lambda verdict: VERDICT_BYTES + sys.getsizeof(verdict.text))
         self._flight: SingleFlight[Verdict] = SingleFlight()
@@ -153,7 +153,7 @@ class Judge:
             text = _response_text(completion)
             return self._score(text), text
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise RetryableError(str(error)) from error
+            raise RetryableError(f"{without_token(str(error), self._client.token):.{ERROR_CHARACTERS}}") from error
 
     def _score(self, text: str) -> float:
         """The only score in a response, from 0 to 1. Raises ValueError if there is none, or more than one."""
@@ -188,7 +188,7 @@ def _response_text(completion: dict[str, Any]) -> str:
         choice = completion["choices"][0]
         text, ending = choice["message"].get("content"), choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"the response is not a chat completion: {str(completion)[:200]}") from error
+        raise ValueError(f"the response is not a chat completion: {completion}") from error
     if ending not in (None, "stop") or not isinstance(text, str):
         raise ValueError(
             f"the response is incomplete (finish_reason {ending!r:.50}): {choice['message'].get('refusal') or text!r:.500}"

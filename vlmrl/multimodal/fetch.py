@@ -58,7 +58,8 @@ def is_url(source: object) -> bool:
 async def fetch(url: str, seconds: float = SECONDS, hosts: Collection[str] | None = None) -> bytes:
     """The body at ``url``. To be called in :func:`vlmrl.utils.http.http_loop` only.
 
-    ``hosts`` limits which hosts may be reached, also by redirects: names or addresses; ``*``: all at public addresses. None: all.
+    ``hosts`` limits which hosts may be reached, also by redirects: names or addresses, with a port (``[::1]:80``) or at any port;
+    ``*``: all at public addresses. None: all.
 
     Raises:
         RetryableError: no attempt succeeded within ``seconds``; a later one may.
@@ -131,11 +132,16 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 def _route(url: URL, hosts: Collection[str] | None) -> tuple[aiohttp.ClientSession, dict[str, Any]]:
     """The session that may reach an address, and the options of its requests. Raises RefusedError if none may."""
     # A host may be called `*`, too: the system's resolver reads it as no name at all, which is this machine.
-    if hosts is None or (url.host in hosts and url.host != ANY_PUBLIC):
+    if hosts is None or (url.host in hosts and url.host != ANY_PUBLIC) or _place(url) in hosts:
         return _session(), proxy_of(url)
     if ANY_PUBLIC not in hosts:
-        raise RefusedError(f"the host {url.host} is none of those from which images may be loaded")
+        raise RefusedError(f"the host {_place(url)} is none of those from which images may be loaded")
     return _public_session(), {}  # without a proxy, which would resolve the name itself
+
+
+def _place(url: URL) -> str:
+    """The host and the port: ``images.lan:443``, ``[::1]:9000``."""
+    return f"{url.host_subcomponent}:{url.port}"
 
 
 @cache

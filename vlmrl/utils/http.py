@@ -35,6 +35,7 @@ IDLE_SECONDS = 2.0
 """For which a connection is kept for the next request. Inference servers close theirs after 5 idle seconds, and a request that is
 sent at that moment fails."""
 RESPONSE_LIMIT = 256 * 2**20  # bytes of one response
+LONGEST_ERROR = 2**16  # bytes that are looked through for a token
 BUFFER = 2**12
 """Bytes of a body, and 16 times its chunks, after which aiohttp parses no more of it until they are read. Parsing 40,000 chunks of one
 byte, which fit into one read of a socket, takes 0.4 s, in which no other connection is served."""
@@ -92,6 +93,7 @@ class HttpClient:
         self.timeout = timeout
         self.limit = limit
         self.headers = dict(headers or {})
+        self.token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
         self._proxies = proxies
         self._pending: set[Future[HttpResponse]] = set()
         self._aborted = False
@@ -139,10 +141,10 @@ class HttpClient:
         """
         status, response = self.send("POST", url, body)
         if status == 429 or status >= 500:
-            raise RetryableError(f"{status} {excerpt(response, 200)}")
+            raise RetryableError(f"{status} {excerpt(response, 200, self.token)}")
         if status != 200:
-            raise RefusedError(f"{status} {excerpt(response, 300)}", status)
-        return parse_json(response)
+            raise RefusedError(f"{status} {excerpt(response, 300, self.token)}", status)
+        return parse_json(response, token=self.token)
 
     def abort(self) -> None:
         """End all requests in flight and all later ones. May be called in any thread."""
@@ -245,18 +247,27 @@ def proxy_of(url: URL) -> dict[str, Any]:
     return {"proxy": URL(proxy).with_user(None), "proxy_auth": aiohttp.BasicAuth.from_url(URL(proxy))}
 
 
-def parse_json(response: bytes, most_values: int = MAX_VALUES) -> Any:
-    """The JSON of a response. Raises ValueError, also for one that is nested too deeply, or may have more than ``most_values``."""
+def parse_json(response: bytes, most_values: int = MAX_VALUES, token: str | None = None) -> Any:
+    """The JSON of a response. Raises ValueError, also for one that is nested too deeply, or may have more than ``most_values``.
+
+    ``token`` is the request's, as in :func:`excerpt`.
+    """
     check_values(response, most_values, "the response")
     try:
         return json.loads(response, parse_int=short_int)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the response is not JSON: {excerpt(response, 100)!r}") from error
+        raise ValueError(f"the response is not JSON: {excerpt(response, 100, token)!r}") from error
 
 
-def excerpt(response: bytes, length: int) -> str:
-    """The start of a response, for messages."""
-    return response[:length].decode(errors="replace")
+def excerpt(response: bytes, length: int, token: str | None = None) -> str:
+    """The start of a response, for messages, without the ``token`` of its request, which an error of the server may repeat."""
+    start = response[:LONGEST_ERROR].decode(errors="replace")
+    return without_token(start, token)[:length]
+
+
+def without_token(text: str, token: str | None) -> str:
+    """``text`` without the ``token`` of a request, for errors, which are logged and recorded."""
+    return text.replace(token, "[the key]") if token else text
 
 
 def retrying(
