@@ -95,6 +95,24 @@ def test_the_results_of_a_model_stay_if_a_later_one_fails(folder, tmp_path, caps
     assert document["not_evaluated"] == [str(broken)] and "without those of" in shown
 
 
+def test_the_results_of_a_model_are_in_the_file_while_the_next_one_plays(folder, tmp_path, monkeypatch):
+    """The next one may need more memory than there is: its process is killed, and no code runs after that."""
+    original, out = program.evaluate_model, tmp_path / "results.json"
+    seen = []
+
+    def looked(*args):
+        seen.append(json.loads(out.read_text()) if out.exists() else None)
+        original(*args)
+
+    monkeypatch.setattr(program, "evaluate_model", looked)
+    models = [str(folder / "runs/say/model"), str(folder / "runs/say/checkpoints/step000001")]
+    vlmrl("eval", folder / "recipe.py", "--output-dir", tmp_path, "--models", *models, "--out", out)
+    first, second = seen
+    assert first is None
+    assert [row["model"] for row in second["results"]] == models[:1] and second["not_evaluated"] == models[1:]
+    assert json.loads(out.read_text())["not_evaluated"] == []
+
+
 def test_the_results_stay_if_the_pass_with_blanked_images_fails(folder, tmp_path, monkeypatch):
     original = program.evaluate_run
 

@@ -71,6 +71,29 @@ def test_a_run_that_gets_more_steps_keeps_the_evaluations_of_its_last_one(tmp_pa
 
 
 @pytest.mark.slow
+def test_those_evaluations_also_stay_if_the_longer_run_is_killed_before_its_first_checkpoint(tmp_path):
+    """The killed run has written its settings, with more steps, and rows of its first one."""
+    config = evaluated(tmp_path, Eval())
+    run_training(config)
+    longer = replace(config, train=replace(config.train, steps=3))
+
+    def end(row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        run_training(longer, resume=True, stop=StopRequest(), on_row=end)
+    assert [row["step"] for row in read_rows(config.folder / "metrics.jsonl")] == [0, 1, 2, 2, 3]
+    assert not (config.folder / "checkpoints" / "step000003").exists()
+    run_training(longer, resume=True)
+    rows = read_rows(config.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/tasks" in row] == [0, 2, 3]
+    assert [row["step"] for row in rows if "eval/tasks" not in row] == [1, 2, 3]
+    played = read_rows(config.folder / "trajectories.jsonl")
+    assert [row["step"] for row in played if row["kind"] == "eval"] == [0, 0, 2, 2, 3, 3]
+    assert [row["step"] for row in played if row["kind"] == "train"] == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.slow
 def test_a_run_that_ended_early_and_goes_on_has_each_evaluation_once(tmp_path):
     config = evaluated(tmp_path, Eval(every=1))
     stop = StopRequest()

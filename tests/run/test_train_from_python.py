@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -58,6 +59,21 @@ def test_it_trains_under_a_running_loop_and_returns_what_was_made(tmp_path, monk
     assert len(result.trajectories(1)) >= 4 and result.trajectories()[-1]["step"] == 2
     assert result.model is not None and result.model.tokenizer.encode("a")
     assert sum(weight.numel() for weight in result.model.policy.parameters()) > 1000
+
+
+@pytest.mark.slow
+def test_a_result_stays_that_of_its_training_after_another_one_of_the_same_name(tmp_path):
+    """As in a notebook that compares two settings: the second training renames the folder of the first."""
+    first = vlmrl.train(config(tmp_path, steps=1))
+    summary, played = first.summary, first.trajectories()
+    second = vlmrl.train(config(tmp_path, steps=2, seed=1))
+    assert first.summary == summary and first.trajectories() == played
+    assert first.folder == tmp_path / "runs/library.1" and second.folder == tmp_path / "runs/library"
+    first.refresh()
+    assert first.steps == [0, 1] and second.steps == [0, 1, 2]
+    shutil.rmtree(first.folder)
+    with pytest.raises(ValueError, match="is that of another run"):
+        first.summary  # noqa: B018
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ class RunData:
             raise ValueError(
                 f"run folder {folder}: it has no config.json and no metrics.jsonl, so it holds no run.{inside}"
             )
-        self.folder = folder
+        self._folder = folder
         self.config: Record = {}
         """The resolved config: ``run.config["optim"]["lr"]``."""
         self.metrics: list[Record] = []
@@ -73,6 +73,11 @@ class RunData:
         """The advisories, as :class:`vlmrl.report.advisories.Advisory` has them."""
         self._places: list[_Place] = []  # of the trajectories: those of a long run do not fit into memory
         self._start_over()
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self._folder
 
     @property
     def name(self) -> str:
@@ -101,6 +106,7 @@ class RunData:
         self.config = self._object("config.json") or self.config
         for name in FILES:
             self._check_regular(f"{name}.jsonl")
+            self._tails[name].path = self.folder / f"{name}.jsonl"  # the folder may have been renamed
         is_new = any(tail.is_rewritten() for tail in self._tails.values())
         if is_new:
             self._start_over()
@@ -207,7 +213,9 @@ class RunData:
 
     def _reread(self, place: _Place) -> Record:
         self._check_regular("trajectories.jsonl")
-        return {"kind": place.kind, **self._tails["trajectories"].reread(place.start, place.size)}
+        tail = self._tails["trajectories"]
+        tail.path = self.folder / "trajectories.jsonl"
+        return {"kind": place.kind, **tail.reread(place.start, place.size)}
 
     def _start_over(self) -> None:
         for rows in (self.metrics, self.failures, self.advisories, self._places):

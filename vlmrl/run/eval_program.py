@@ -5,7 +5,6 @@ A model is a Hugging Face folder or name, a run's folder, or one of its checkpoi
 
 from __future__ import annotations
 
-import glob
 import json
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from vlmrl.run.build import Run, build_run
 from vlmrl.run.eval_report import EvalRow, eval_document, print_report, row_name
 from vlmrl.run.evaluate import evaluate_run, require_held_out
 from vlmrl.run.playing import Playing, build_api_run
-from vlmrl.run.run_folder import newest_weights
+from vlmrl.run.run_folder import inode_of, newest_weights, of_inode
 from vlmrl.run.stopping import ended_as_by_ctrl_c
 from vlmrl.train.checkpoint import load_weights
 from vlmrl.utils.output_files import atomic_write, check_writable
@@ -40,7 +39,7 @@ def run_evaluation(
 
     Prints tables. Writes the results to ``out``, and those of a run's model, once all its passes are done, also to ``evaluations`` in
     the run's folder. If a pass fails, or a signal ends it, those before it are printed, and written to ``out`` with the names of the
-    rest as ``not_evaluated``.
+    rest as ``not_evaluated``; after SIGKILL, ``out`` has the models before.
     """
     require_held_out(config)
     models = resolve_eval_models(paths, config) if paths or api is None else []
@@ -51,42 +50,36 @@ def run_evaluation(
     names = [model.name for model in models]
     if api is not None:
         names.insert(0, f"{api.name} (API)" if api.name in names else api.name)
+    expected = [row_name(name, blanked) for name in names for blanked in _passes(config)]
     rows: list[EvalRow] = []
+
+    def write(to: Path) -> list[str]:
+        missing = [name for name in expected if name not in {row.name for row in rows}]
+        write_document(to, eval_document(rows, config.seed, origin, config, missing))
+        return missing
+
     try:
         if api is not None:
             evaluate_api(config, api, names[0], progress, rows)
         for number, model in enumerate(models, start=1):
             if len(models) > 1:
                 progress.say(f"model {number} of {len(models)}: {model.name}")
+            if rows and out is not None:
+                with suppress(OSError):  # the disk may have room at the end
+                    write(out)  # this model may need more memory than there is, and the system kill the process
             settings = replace(config, model=model.settings)
-            inode = _inode(model.run_folder)
+            inode = None if model.run_folder is None else inode_of(model.run_folder)
             evaluate_model(settings, model, progress, rows)
             if model.run_folder is not None:
                 own = [row for row in rows if row.model == model.name]
                 document = eval_document(own, config.seed, origin, settings)
-                _write_to_run(_of_inode(model.run_folder, inode), model.name, document, progress)
+                _write_to_run(of_inode(model.run_folder, inode), model.name, document, progress)
     finally:  # also if a later one fails: those before it took hours, or an API's tokens
         if rows:
             print_report(progress.console, rows, config.seed)
         if rows and out is not None:
-            expected = [row_name(name, blanked) for name in names for blanked in _passes(config)]
-            missing = [name for name in expected if name not in {row.name for row in rows}]
-            write_document(out, eval_document(rows, config.seed, origin, config, missing))
+            missing = write(out)
             progress.say(f"results: {out}" + (f", without those of {', '.join(missing)}" if missing else ""))
-
-
-def _inode(folder: Path | None) -> tuple[int, int] | None:
-    """What distinguishes a folder from another one of its name."""
-    with suppress(OSError):
-        found = None if folder is None else folder.stat()
-        return None if found is None else (found.st_dev, found.st_ino)
-    return None
-
-
-def _of_inode(folder: Path, inode: tuple[int, int] | None) -> Path | None:
-    """The folder that was evaluated: a new run of its name may have set it aside meanwhile, as `NAME.1`. None: it is gone."""
-    near = [folder, *sorted(folder.parent.glob(f"{glob.escape(folder.name)}.*"))]
-    return next((each for each in near if inode is not None and _inode(each) == inode), None)
 
 
 def _write_to_run(folder: Path | None, name: str, document: dict[str, object], progress: RunProgress) -> None:

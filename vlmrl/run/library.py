@@ -15,6 +15,7 @@ from vlmrl.config.code import forget_changed_files
 from vlmrl.model.loading import LoadedModel
 from vlmrl.report.run_data import RunData
 from vlmrl.run.program import run_training
+from vlmrl.run.run_folder import inode_of, of_inode
 from vlmrl.run.stopping import GRACE_SECONDS, StopRequest, stop_on_signals
 from vlmrl.utils.terminal import stop_signals
 from vlmrl.utils.threads import DaemonPool
@@ -27,12 +28,23 @@ class TrainResult(RunData):
     """What a training wrote and left: ``result.metrics[-1]["reward/mean"]``, ``result.trajectories(3)``, ``result.model``."""
 
     def __init__(self, folder: Path, model: LoadedModel | None, interrupted: bool) -> None:
+        self._inode = inode_of(folder)
         super().__init__(folder)
         self.refresh()
         self.model = model
         """The trained model with its tokenizer and image processor. ``None`` with servers: it is in ``folder / "model"``."""
         self.interrupted = interrupted
         """Whether an interrupt ended it: then ``model`` is that of the last finished step."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, also after a later run of its name has renamed it. Raises ValueError if only another run has the name."""
+        found = of_inode(self._folder, self._inode)
+        if found is None and self._folder.exists():
+            raise ValueError(
+                f"{self._folder} is that of another run: the folder of this training was deleted or moved."
+            )
+        return found or self._folder
 
 
 def train_config(

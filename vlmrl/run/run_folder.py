@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -68,15 +69,24 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
 
 
 def _with_last_evaluation(config: Config, state: LoopState) -> Mapping[str, int]:
-    """The sizes of the log's files. Those of a finished run that now has more steps include the evaluations after its last one."""
-    earlier = (read_settings(config.folder) or {}).get("train", {}).get("steps")
-    if state.stage != "train" or not state.evaluated or earlier != state.step or earlier >= config.train.steps:
+    """The sizes of the log's files. Where a run goes on after an earlier last step, they include the evaluations after that step.
+
+    Those after the last step of a training that was ended early are left out if that step was evaluated before, as others are.
+    """
+    if state.stage != "train" or not state.evaluated or state.step >= config.train.steps:
         return state.log
     sizes = dict(state.log)
-    for name in ("metrics.jsonl", "trajectories.jsonl"):
-        with suppress(ValueError):  # a damaged line, of a machine that lost power, is removed
-            for line in JsonLinesTail(config.folder / name, sizes[name]).lines():
-                sizes[name] = line.start + line.size
+    with suppress(ValueError):  # a damaged line, of a machine that lost power, is removed
+        for line in JsonLinesTail(config.folder / "metrics.jsonl").lines():
+            of_step = line.value.get("step") == state.step
+            if of_step and line.start < state.log["metrics.jsonl"] and "eval/tasks" in line.value:
+                return state.log
+            if of_step and line.start >= state.log["metrics.jsonl"]:
+                sizes["metrics.jsonl"] = line.start + line.size
+    with suppress(ValueError):
+        for line in JsonLinesTail(config.folder / "trajectories.jsonl", sizes["trajectories.jsonl"]).lines():
+            if line.value.get("step") == state.step:
+                sizes["trajectories.jsonl"] = line.start + line.size
     return sizes
 
 
@@ -146,6 +156,20 @@ def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
         raise
+
+
+def inode_of(folder: Path) -> tuple[int, int] | None:
+    """What distinguishes a folder from another one of its name. None: there is no such folder."""
+    with suppress(OSError):
+        found = folder.stat()
+        return found.st_dev, found.st_ino
+    return None
+
+
+def of_inode(folder: Path, inode: tuple[int, int] | None) -> Path | None:
+    """The folder that had this ``inode``: a new run of its name may have set it aside meanwhile, as `NAME.1`. None: it is gone."""
+    near = [folder, *sorted(folder.parent.glob(f"{glob.escape(folder.name)}.*"))]
+    return next((each for each in near if inode is not None and inode_of(each) == inode), None)
 
 
 def _has_trained(folder: Path) -> bool:
