@@ -107,7 +107,7 @@ def is_right(answer: str, gold: str, choices: tuple[str, ...] = ()) -> bool:
     answer, gold, *options = map(plain, (answer, gold, *choices))
     lettered = dict(zip(ascii_uppercase, options, strict=False))
     if gold not in options:
-        gold = lettered.get(gold, gold)  # rows that give the letter as the answer
+        gold = lettered.get(gold.strip("()."), gold)  # rows that give the letter as the answer
     if options and (letter := re.fullmatch(r"\(?([A-Z])[).]?", answer)):
         return gold == lettered.get(letter[1])
     listed = re.fullmatch(r"\(?([A-Z])(?:[).:,]+ ?| )(.+)", answer)  # as the prompt lists a choice: "C. 15"
@@ -115,6 +115,7 @@ def is_right(answer: str, gold: str, choices: tuple[str, ...] = ()) -> bool:
         answer = listed[2]
     if not answer or answer.replace(" ", "").casefold() == gold.replace(" ", "").casefold():
         return bool(answer)
+    gold = gold.removeprefix("=").strip()  # of "≈ 8.7"
     if not re.search("[=<>]", gold):
         answer = answer.rsplit("=", 1)[-1].strip()
     texts = [answer, gold, *(option for option in options if option != gold)]

@@ -171,7 +171,7 @@ def right_texts(answer):
         found = json.loads(answer)
     except (ValueError, RecursionError):
         found = None
-    return found if isinstance(found, list) and all(isinstance(right, str) for right in found) else [answer]
+    return found if isinstance(found, list) and found and all(isinstance(right, str) for right in found) else [answer]
 
 
 def words(text: str) -> dict[str, str]:

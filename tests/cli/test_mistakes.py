@@ -92,7 +92,7 @@ def test_a_mistake_on_the_command_line(monkeypatch, capsys, tmp_path, options, m
         ("[{}]", "env Ask: tools[0]'s name must be letters, digits, '_', '-' and '.', but it is None."),
         (
             "[max]",
-            "env Ask: tools[0] must be a JSON schema (a ToolEnv's Python functions are its `functions`), but it is <b",
+            "env Ask: tools[0] must be a JSON schema (put Python functions into `functions` of a ToolEnv), but",
         ),
         ("'zoom'", "env Ask: tools must be a list of JSON schemas, but it is 'zoom'."),
         (

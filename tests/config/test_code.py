@@ -291,16 +291,17 @@ def test_words_of_an_agents_command_that_are_no_file_names_stay(script):
 
 
 def test_hosts_of_images_are_no_folders(folder):
-    images = ("urls", "http://images.lan", "https://127.0.0.1:9000/", "http://[::1]:80", "mine")
+    other_spellings = ("HTTP://Bücher.lan:80", "http://[0:0:0:0:0:0:0:1]")
+    images = ("urls", "http://images.lan", "https://127.0.0.1:9000/", "http://[::1]:80", *other_spellings, "mine")
     (folder / "mine").mkdir()
     resolved = resolve_config(Config(gateway=Gateway(images=images)), folder).gateway
     assert resolved.images == (*images[:-1], str(folder / "mine"))
-    assert resolved.image_hosts == ("*", "images.lan", "127.0.0.1:9000", "[::1]:80")
+    assert resolved.image_hosts == ("*", "images.lan", "127.0.0.1:9000", "[::1]:80", "xn--bcher-kva.lan:80", "::1")
     assert resolved.image_folders == (str(folder / "mine"),)
 
 
 @pytest.mark.parametrize(
-    "address", ["http://a/b", "http://a?b", "http://", "http://*", "http://a:b", "http://[", "http://b@a"]
+    "address", ["http://a/b", "http://a?b", "http://", "http://*", "http://a:b", "http://a:", "http://[", "http://b@a"]
 )
 def test_an_address_of_images_that_would_open_more_than_it_says_is_refused(address):
     with pytest.raises(ValueError, match=r"gateway\.images must be .*http://HOST:PORT"):

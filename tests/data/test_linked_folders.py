@@ -104,7 +104,29 @@ def test_paths_of_images_that_no_prompt_shows_are_warned_of(near, column, suffix
         tasks(near)[0]
 
 
-def test_a_text_about_an_image_is_not_its_path(near):
-    write(near / "rows.jsonl", {"prompt": "<image> is a tag. Which?", "hint": "see a.png"})
+@pytest.mark.parametrize("column", ["id", "source", "ground_truth", "expected_output", "input_file", "page", "answer"])
+@pytest.mark.parametrize("value", ["logo.png", "https://x.org/q.png", "/home/u/a.jpg", "请看图片a.png", "ls\na.png"])
+def test_a_text_that_names_an_image_is_not_taken_for_one(near, column, value):
+    row = {"answer": "a", "prompt": "Which file does <image> name?", column: value}
+    write(near / "rows.jsonl", row, row | {"file_name": "intro.html"})
     assert not tasks(near).warnings
-    assert texts(near) == ["<image> is a tag. Which?"]
+    assert texts(near) == [row["prompt"]] * 2
+
+
+def test_a_link_to_a_folder_that_is_read_anyway_changes_nothing(near, far):
+    for name in ("train-1", "train-2"):
+        write(near / f"{name}/rows.jsonl", {"prompt": name})
+    (near / "newest").symlink_to("train-2")
+    (near / ".current").symlink_to("train-1")
+    write(far / "rows.jsonl", {"prompt": "far"})
+    (near / ".far").symlink_to(far)
+    assert texts(near) == ["train-1", "train-2"]
+
+
+def test_a_linked_folder_of_another_split_and_a_hidden_one_are_left_alone(near, far):
+    for name in "ab":
+        (near / f"train/{name}").mkdir(parents=True)
+        Image.new("RGB", (64, 64)).save(near / f"train/{name}/1.png")
+    for link, target in {"test": far, ".thumbs": far, "train/alias": near / "train/a"}.items():
+        (near / link).symlink_to(target)
+    assert [task.answer for task in tasks(near, prompt="<image>Which?")] == ["a", "b"]

@@ -369,11 +369,18 @@ def test_a_broken_contract_is_reported_as_one(played: Any):
         played(step=broken)
 
 
-@pytest.mark.parametrize("body", [b'{"kind": "error", "message": "no: sesame"}', b"no: sesame"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"kind": "error", "message": "no: TOKEN"}',
+        b"no: TOKEN",
+        b'{"messages": [], "done": true, "reward": "no: TOKEN", "metrics": {}}',
+    ],
+)
 def test_a_token_that_a_server_repeats_is_in_no_error(played: Any, body: bytes, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VLMRL_ENV_TOKEN", "sesame")
+    monkeypatch.setenv("VLMRL_ENV_TOKEN", token := "sesame-open-sesame")
     for status in (200, 401, 500):
-        error = played(step=Answer(status, body)).error
+        error = played(step=Answer(status, body.replace(b"TOKEN", token.encode()))).error
         assert "no: [the key]" in error and "sesame" not in error
 
 

@@ -6,10 +6,12 @@ import io
 from typing import ClassVar
 
 import pytest
+from aiohttp import web
 from PIL import Image
 from testing.clocks import pass_time
 from testing.episodes import a_task, image, new_store, renderer
 from testing.fake_api import GARBAGE, call, fake_api, says
+from testing.servers import answering
 
 from vlmrl import Env, ToolEnv, obs
 from vlmrl.config import Rollout
@@ -206,15 +208,15 @@ def test_a_refused_request_fails_its_task_and_a_wrong_key_the_run(monkeypatch):
 
 @pytest.mark.parametrize("status", [400, 200, 500])
 def test_a_key_that_an_api_repeats_in_an_error_is_not_recorded(status, monkeypatch):
-    monkeypatch.setenv("SOME_KEY", "secret-key")
+    monkeypatch.setenv("SOME_KEY", "secret-key-of-an-api")
     monkeypatch.setattr(http, "FIRST_PAUSE", 700.0)
     monkeypatch.setattr(chat_engine, "LONGEST_PAUSE", 700.0)
 
-    async def sent(*words, **options):
-        return http.HttpResponse(status, b'"no such key: secret-key"', {})
+    async def repeat(request: web.Request) -> web.Response:
+        return web.Response(status=status, text=f'"no such key: {request.headers["Authorization"]}"')
 
-    monkeypatch.setattr(chat_engine, "send_request", sent)
-    trajectory, _ = play(Guess, "http://localhost", engine_timeout=600.0, api_options={"key_variable": "SOME_KEY"})
+    with answering(repeat) as url:
+        trajectory, _ = play(Guess, url, engine_timeout=600.0, api_options={"key_variable": "SOME_KEY"})
     assert trajectory.ending == "error" and "secret" not in trajectory.error
 
 

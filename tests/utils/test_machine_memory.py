@@ -46,22 +46,25 @@ def test_folders_of_file_systems_in_memory_are_told():
 
 
 @pytest.mark.parametrize(
-    ("in_memory", "temporary", "expected"),
+    ("in_memory", "is_set", "expected"),
     [
-        (["tmp"], "tmp", "var/tmp"),
-        ([], "tmp", "tmp"),
-        (["tmp", "var/tmp"], "tmp", "tmp"),
-        (["tmp", "mine"], "mine", "mine"),  # the user's own TMPDIR
+        (["tmp"], False, "var/tmp"),
+        ([], False, "tmp"),
+        (["tmp", "var/tmp"], False, "tmp"),
+        (["tmp"], True, "tmp"),  # the user's own TMPDIR
     ],
 )
-def test_what_does_not_fit_into_memory_goes_to_a_disk(in_memory, temporary, expected, tmp_path: Path, monkeypatch):
+def test_what_does_not_fit_into_memory_goes_to_a_disk(in_memory, is_set, expected, tmp_path: Path, monkeypatch):
     (tmp_path / "var/tmp").mkdir(parents=True)
     mounts = tmp_path / "mounts"
     mounts.write_text(
         "/dev/sda1 / ext4 rw 0 0\n" + "".join(f"tmpfs {tmp_path / each} tmpfs rw 0 0\n" for each in in_memory)
     )
     monkeypatch.setattr(machine_memory, "MOUNTS", mounts)
-    monkeypatch.setattr(machine_memory, "USUAL", tmp_path / "tmp")
-    monkeypatch.setattr(machine_memory, "ON_DISK", tmp_path / "var/tmp")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
+    monkeypatch.setattr(machine_memory, "VAR_TMP", tmp_path / "var/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    if is_set:
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     assert spill_folder() == tmp_path / expected

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from yarl import URL
+
 from vlmrl.config.fields import Settings, positive
 from vlmrl.utils.require import require
 
@@ -25,7 +27,7 @@ class Gateway(Settings):
     images: tuple[str, ...] = ()
     """Where images that agents name are loaded from, besides data URIs.
     `urls`: http and https URLs of every public address. `http://HOST`: those of a host, which may be of this machine or its network.
-    `http://HOST:PORT`: those of one of its ports.
+    `http://HOST:PORT`: those of only that port of the host. Both allow http and https.
     Others: folders on this machine, whose files are named by path or by file URL."""
     agent_timeout: float = 600.0
     """Timeout of one agent, from its start to its end, in seconds. `rollout.max_concurrent` limits how many run at once."""
@@ -40,7 +42,7 @@ class Gateway(Settings):
             ok = parts.scheme in ("http", "https") and bool(parts.netloc)
             require(ok, "gateway.public_url", "a URL such as http://10.0.0.5:8000", self.public_url)
         for each in self.images:
-            rule = "urls, http://HOST, http://HOST:PORT or a folder, and no URL with a path"
+            rule = "urls, http://HOST, http://HOST:PORT or a folder, without a user, a path or a query"
             require(not names_hosts(each) or each == URLS or bool(_host_of(each)), "gateway.images", rule, each)
 
     @property
@@ -67,16 +69,17 @@ class Gateway(Settings):
 
 def names_hosts(entry: str) -> bool:
     """Whether an entry of ``images`` names hosts, and not a folder."""
-    return entry == URLS or entry.startswith(("http://", "https://"))
+    return entry == URLS or entry.lower().startswith(("http://", "https://"))
 
 
 def _host_of(entry: str) -> str:
     """The host of ``http://HOST``, with the port if there is one; ``""`` for any other address."""
     try:
-        parts = urlsplit(entry)
-        host, port = parts.hostname or "", parts.port
+        url = URL(entry)
+        port = url.explicit_port
     except ValueError:  # `http://[`, or a port that is none
         return ""
-    if host == "*" or "@" in parts.netloc or entry.partition("://")[2].removesuffix("/") != parts.netloc:
+    has_more = entry.removesuffix("/").endswith(":") or url.path not in ("", "/") or url.query_string or url.fragment
+    if has_more or url.host in (None, "", "*") or url.user is not None:
         return ""
-    return host if port is None else f"{parts.netloc.rpartition(':')[0].lower()}:{port}"
+    return url.host or "" if port is None else f"{url.host_subcomponent}:{port}"

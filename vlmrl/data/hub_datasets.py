@@ -17,6 +17,7 @@ from vlmrl.data.text_rows import load_texts, reader_errors
 
 
 def load_from_hub(path: str, split: str) -> hf.Dataset:
+    """One split of a dataset. Raises ValueError if the hub does not have it, or is out of reach and its cache does not."""
     try:
         builder = hf.load_dataset_builder(path)
         own = builder.config.data_files or {}

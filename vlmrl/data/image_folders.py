@@ -42,12 +42,7 @@ def load_image_folder(folder: Path, split: str) -> hf.Dataset:
         _check_folders(folder, {os.path.relpath(Path(file).parent, folder) for file in files}, split)
         _check_metadata(folder, files, {str(file) for others in found.values() for file in others})
         metadata = [Path(file) for file in files if Path(file).name in METADATA_FILES]
-        unread = METADATA_FILES if metadata else {*METADATA_FILES, *IMAGE_SUFFIXES}
-        if linked := [path for path in files_behind_links(folder) if {path.name, path.suffix.lower()} & unread]:
-            raise ValueError(
-                f"{linked[0].parent} is a link to a folder, or in one, and would not be read: put the folder itself there, or list "
-                "all images in a metadata file of the folder"
-            )
+        _check_links(folder, split, METADATA_FILES if metadata else {*METADATA_FILES, *IMAGE_SUFFIXES})
         if metadata:
             return rows_of_split({base_split(split): load_listed_images(metadata, base_split(split))}, split)
         dataset = hf.load_dataset("imagefolder", data_dir=escaped(folder), split=split)
@@ -63,6 +58,18 @@ def load_image_folder(folder: Path, split: str) -> hf.Dataset:
         if None not in numbers:
             dataset = dataset.add_column("answer", [label.names[number] for number in numbers])
     return dataset
+
+
+def _check_links(folder: Path, split: str, read: set[str]) -> None:
+    """Raises ValueError if files of the split with a name or suffix of ``read`` are behind links, which the reader leaves out."""
+    others = SPLIT_NAMES - {base_split(split)}
+    for path in files_behind_links(folder):
+        words = words_of_path(str(path.parent.relative_to(folder)))
+        if {path.name, path.suffix.lower()} & read and (base_split(split) in words or not words & others):
+            raise ValueError(
+                f"{path.parent} is a link to a folder, or in one, and would not be read: put the folder itself there, or list "
+                "all images in a metadata file of the folder"
+            )
 
 
 def _check_folders(folder: Path, found: set[str], split: str) -> None:

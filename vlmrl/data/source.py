@@ -132,6 +132,8 @@ ENCODED = re.compile(r"data:image/|iVBORw0KGgo|/9j/|R0lGOD|UklGR.{6}XRUJQ")
 ENCODED_BYTES = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP", re.DOTALL)
 """How such a file begins."""
 _IMAGE_FILES = {*IMAGE_SUFFIXES, ".tif", ".tiff", ".heic", ".avif"}
+_OF_METADATA = {"file_name", "file_names"}
+"""Columns of a metadata file, which name images or other files."""
 EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains the answer"}
 """What it means that a row has no prompt, or no answer."""
 
@@ -226,25 +228,23 @@ def _is_templated(rows: Rows, prompt: str) -> bool:
 
 def is_called_image(column: str) -> bool:
     """Whether a column is called as those that hold images are."""
-    return column.lower().startswith(("image", "img", "picture", "photo"))
+    return column.lower().startswith(("image", "img", "picture", "photo", "screenshot"))
 
 
 def _holds_image(column: str, value: Any) -> bool:
-    """Whether a cell is an encoded image, the path of one, or in a column that is called so any URL, or a list of them."""
+    """Whether a cell is an encoded image or a list of them, or in a column that is called so the path or URL of one."""
     value = next(iter(value), None) if isinstance(value, list) else value
     if isinstance(value, dict) and "bytes" in value:  # as `datasets` stores images, audio and videos
         name, value = str(value.get("path")), value["bytes"]
-        if Path(name).suffix.lower() in IMAGE_SUFFIXES:
+        if Path(name).suffix.lower() in _IMAGE_FILES:
             return True
+    is_called = is_called_image(column) or column in _OF_METADATA
     if isinstance(value, bytes):
-        return is_called_image(column) or ENCODED_BYTES.match(value) is not None
+        return is_called or ENCODED_BYTES.match(value) is not None
     if not isinstance(value, str):
         return False
-    is_file = Path(value).suffix.lower() in _IMAGE_FILES
-    is_address = is_file or re.match("https?://", value) is not None
-    return (
-        ENCODED.match(value) is not None or (is_file and " " not in value) or (is_called_image(column) and is_address)
-    )
+    is_address = Path(value).suffix.lower() in _IMAGE_FILES or re.match("https?://", value)
+    return ENCODED.match(value) is not None or (is_called and bool(is_address))
 
 
 def _unshown_images(rows: Rows, columns: dict[str, str]) -> str | None:
@@ -388,7 +388,8 @@ def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, r
 
 def _check_marks(where: str, prompt: list[Message], row: Row) -> None:
     """Raises ValueError for a mark in a row without ``images`` and without images in its prompt, whose images have another name."""
-    other = next((name for name, value in row.items() if is_called_image(name) or _holds_image(name, value)), None)
+    listed = (name for name in _OF_METADATA.intersection(row) if _holds_image(name, row[name]))
+    other = next(filter(is_called_image, row), next(listed, None))
     if other is None or any(image_parts(message) for message in prompt):
         return
     if any(message["role"] == "user" and MARK in message["content"] for message in prompt):

@@ -21,8 +21,7 @@ SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test", "training",
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
     """The files whose names contain the split's name as a word. For ``train``, all files if none names any split."""
-    visible = [path for path in files_in(folder) if not any(part[0] == "." for part in path.relative_to(folder).parts)]
-    files = [path for path in visible if path.suffix in FORMATS]
+    files = [path for path in files_in(folder) if path.suffix in FORMATS]
     words = {file: words_of_path(str(file.relative_to(folder))) for file in files}
     named = [file for file in files if base_split(split).lower() in words[file]]
     if not named and base_split(split) == "train" and not any(words[file] & SPLIT_NAMES for file in files):
@@ -84,20 +83,23 @@ def words_of_path(path: str) -> set[str]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All files in ``folder`` and below, sorted, each folder once.
+    """All files in ``folder`` and below that are not hidden, sorted.
 
-    Unlike ``rglob`` it also looks into links to folders, but not into those to a folder that ``folder`` is in.
+    Links to folders are followed, but not to a folder that is read already or that ``folder`` is in.
     """
     found: list[Path] = []
-    whole, seen = Path(os.path.realpath(folder)), set[str]()
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in seen or (seen and whole.is_relative_to(real)):
-            folders.clear()
-            continue
-        folders.sort()
-        seen.add(real)
-        found += [Path(parent, name) for name in names]
+    tops, seen = [folder], set[str]()
+    whole = Path(os.path.realpath(folder))
+    for top in tops:  # links come after all folders that are none
+        for parent, folders, names in os.walk(top):
+            real = os.path.realpath(parent)
+            if real in seen or (seen and whole.is_relative_to(real)):
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            tops += [path for path in (Path(parent, name) for name in folders) if path.is_symlink()]
+            found += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(found)
 
 

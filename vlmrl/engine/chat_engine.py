@@ -31,9 +31,8 @@ from vlmrl.utils.http import (
     http_loop,
     parse_json,
     send_request,
-    without_token,
 )
-from vlmrl.utils.tokens import bearer, bearer_token
+from vlmrl.utils.tokens import bearer_headers
 
 LONGEST_PAUSE = 30.0  # seconds between two attempts, unless the API asks for more
 LONGEST_WAIT = 3600.0  # seconds that it may ask for: then all requests wait, and an episode may fail
@@ -87,8 +86,7 @@ class ChatEngine:
         self.model = model
         self.spent = 0
         self.retries = 0
-        self._key = bearer_token(model.key_variable)
-        self._headers = {"Content-Type": "application/json", **bearer(self._key)}
+        self._headers = {"Content-Type": "application/json", **bearer_headers(model.key_variable)}
         self._not_before = 0.0  # of the next request, by time.monotonic(): a rate limit holds for all of them
 
     async def complete(
@@ -132,9 +130,9 @@ class ChatEngine:
             response = await http_loop().run(sending)
             self._check_status(response)
             answer = read_response(response.body)
-        except RetryableError as error:
+        except RetryableError:
             self.retries += 1
-            raise RetryableError(without_token(str(error), self._key), error.after) from error
+            raise
         if self.model.budget is not None and answer.prompt_tokens is None:
             raise ValueError(f"--budget needs an API that reports its tokens, but {self.model.url} sends no `usage`.")
         self.spent += (answer.prompt_tokens or 0) + (answer.response_tokens or 0)
@@ -143,7 +141,7 @@ class ChatEngine:
     def _check_status(self, response: HttpResponse) -> None:
         if response.status == 200:
             return
-        reason = f"{response.status} {excerpt(response.body, 300, self._key)}"
+        reason = f"{response.status} {excerpt(response.body, 300)}"
         if response.status in PASSING or response.status >= 500:
             after = retry_after(response.headers)
             self._not_before = max(self._not_before, time.monotonic() + after)

@@ -131,7 +131,7 @@ class ServerPool:
         """
         content = await self._fetch(server, Call(path, body), timeout)
         try:
-            return parse_json(content, min(most_values, MOST_VALUES), server.token) if content.strip() else None
+            return parse_json(content, min(most_values, MOST_VALUES)) if content.strip() else None
         except ValueError as error:
             raise ServerError(f"{server.url}{path}: HTTP 200, but {error}", 502) from None
 
@@ -152,8 +152,9 @@ class ServerPool:
             if content is None:
                 raise ServerError(f"{server.url}{path}: the response has more than {MOST_BYTES} bytes", 502)
             if response.status != 200:
-                reason = excerpt(content, TAIL, server.token)
-                raise ServerError(f"{server.url}{path}: HTTP {response.status}: {reason}", response.status)
+                raise ServerError(
+                    f"{server.url}{path}: HTTP {response.status}: {excerpt(content, TAIL)}", response.status
+                )
             return content
 
     async def pick(self, preferred: Server | None, patience: float) -> Server:

@@ -280,5 +280,5 @@ class HttpReceiver:
         except (RetryableError, RefusedError) as error:
             raise ConnectionError(f"{url}: {error}") from error
         if not 200 <= status < 300:
-            raise WeightsRefused(f"{url}: HTTP {status}: {excerpt(content, TAIL, self._client.token)}")
+            raise WeightsRefused(f"{url}: HTTP {status}: {excerpt(content, TAIL)}")
         return content

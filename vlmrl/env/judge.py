@@ -23,7 +23,7 @@ from typing import Any
 
 from vlmrl.multimodal.images import data_uri
 from vlmrl.types import Message
-from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, retrying, without_token
+from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, retrying
 from vlmrl.utils.kept import Kept
 from vlmrl.utils.require import moderate_number
 from vlmrl.utils.threads import SingleFlight
@@ -39,7 +39,6 @@ MARKUP = re.compile(
 ESCAPES = {"<": "&lt;", "[": "\\["}
 MOST_BYTES = 8 * 2**20  # of one response
 VERDICT_BYTES = 500  # that a verdict takes with its key, beside its text
-ERROR_CHARACTERS = 700
 KEPT_BYTES = 256 * 2**20  # of the verdicts that are kept
 
 
@@ -153,7 +152,7 @@ class Judge:
             text = _response_text(completion)
             return self._score(text), text
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise RetryableError(f"{without_token(str(error), self._client.token):.{ERROR_CHARACTERS}}") from error
+            raise RetryableError(str(error)) from error
 
     def _score(self, text: str) -> float:
         """The only score in a response, from 0 to 1. Raises ValueError if there is none, or more than one."""
@@ -188,7 +187,7 @@ def _response_text(completion: dict[str, Any]) -> str:
         choice = completion["choices"][0]
         text, ending = choice["message"].get("content"), choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"the response is not a chat completion: {completion}") from error
+        raise ValueError(f"the response is not a chat completion: {str(completion)[:200]}") from error
     if ending not in (None, "stop") or not isinstance(text, str):
         raise ValueError(
             f"the response is incomplete (finish_reason {ending!r:.50}): {choice['message'].get('refusal') or text!r:.500}"

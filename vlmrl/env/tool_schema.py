@@ -54,7 +54,12 @@ def check_tools(tools: Any, where: str) -> None:
     parameters: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(tools):
         name = f"{where}: tools[{number}]"
-        require(isinstance(tool, dict), name, "a JSON schema (a ToolEnv's Python functions are its `functions`)", tool)
+        require(
+            isinstance(tool, dict),
+            name,
+            "a JSON schema (put Python functions into `functions` of a ToolEnv)",
+            tool,
+        )
         function = tool.get("function", tool)
         require(isinstance(function, dict), f"{name}['function']", "a dict", function)
         own = function.get("name")

@@ -24,7 +24,7 @@ from vlmrl.run.build import Run, build_run
 from vlmrl.run.eval_report import EvalRow, eval_document, print_report, row_name
 from vlmrl.run.evaluate import evaluate_run, require_held_out
 from vlmrl.run.playing import Playing, build_api_run
-from vlmrl.run.run_folder import inode_of, newest_weights, of_inode
+from vlmrl.run.run_folder import folder_with_inode, inode_of, newest_weights
 from vlmrl.run.stopping import ended_as_by_ctrl_c
 from vlmrl.train.checkpoint import load_weights
 from vlmrl.utils.output_files import atomic_write, check_writable
@@ -54,7 +54,8 @@ def run_evaluation(
     rows: list[EvalRow] = []
 
     def write(to: Path) -> list[str]:
-        missing = [name for name in expected if name not in {row.name for row in rows}]
+        done = {row.name for row in rows}
+        missing = [name for name in expected if name not in done]
         write_document(to, eval_document(rows, config.seed, origin, config, missing))
         return missing
 
@@ -73,7 +74,7 @@ def run_evaluation(
             if model.run_folder is not None:
                 own = [row for row in rows if row.model == model.name]
                 document = eval_document(own, config.seed, origin, settings)
-                _write_to_run(of_inode(model.run_folder, inode), model.name, document, progress)
+                _write_to_run(folder_with_inode(model.run_folder, inode), model.name, document, progress)
     finally:  # also if a later one fails: those before it took hours, or an API's tokens
         if rows:
             print_report(progress.console, rows, config.seed)

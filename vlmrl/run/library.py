@@ -15,7 +15,7 @@ from vlmrl.config.code import forget_changed_files
 from vlmrl.model.loading import LoadedModel
 from vlmrl.report.run_data import RunData
 from vlmrl.run.program import run_training
-from vlmrl.run.run_folder import inode_of, of_inode
+from vlmrl.run.run_folder import folder_with_inode, inode_of
 from vlmrl.run.stopping import GRACE_SECONDS, StopRequest, stop_on_signals
 from vlmrl.utils.terminal import stop_signals
 from vlmrl.utils.threads import DaemonPool
@@ -39,7 +39,7 @@ class TrainResult(RunData):
     @property
     def folder(self) -> Path:
         """The run's folder, also after a later run of its name has renamed it. Raises ValueError if only another run has the name."""
-        found = of_inode(self._folder, self._inode)
+        found = folder_with_inode(self._folder, self._inode)
         if found is None and self._folder.exists():
             raise ValueError(
                 f"{self._folder} is that of another run: the folder of this training was deleted or moved."

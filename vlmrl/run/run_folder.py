@@ -71,7 +71,7 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
 def _with_last_evaluation(config: Config, state: LoopState) -> Mapping[str, int]:
     """The sizes of the log's files. Where a run goes on after an earlier last step, they include the evaluations after that step.
 
-    Those after the last step of a training that was ended early are left out if that step was evaluated before, as others are.
+    Where the log had an evaluation of that step when the checkpoint was written, the later ones are left out.
     """
     if state.stage != "train" or not state.evaluated or state.step >= config.train.steps:
         return state.log
@@ -166,10 +166,12 @@ def inode_of(folder: Path) -> tuple[int, int] | None:
     return None
 
 
-def of_inode(folder: Path, inode: tuple[int, int] | None) -> Path | None:
+def folder_with_inode(folder: Path, inode: tuple[int, int] | None) -> Path | None:
     """The folder that had this ``inode``: a new run of its name may have set it aside meanwhile, as `NAME.1`. None: it is gone."""
-    near = [folder, *sorted(folder.parent.glob(f"{glob.escape(folder.name)}.*"))]
-    return next((each for each in near if inode is not None and inode_of(each) == inode), None)
+    if inode is None or inode_of(folder) == inode:
+        return folder if inode is not None else None
+    near = folder.parent.glob(f"{glob.escape(folder.name)}.*")
+    return next((each for each in near if inode_of(each) == inode), None)
 
 
 def _has_trained(folder: Path) -> bool:

@@ -35,7 +35,7 @@ IDLE_SECONDS = 2.0
 """For which a connection is kept for the next request. Inference servers close theirs after 5 idle seconds, and a request that is
 sent at that moment fails."""
 RESPONSE_LIMIT = 256 * 2**20  # bytes of one response
-LONGEST_ERROR = 2**16  # bytes that are looked through for a token
+SHORTEST_TOKEN = 16  # characters of a token that responses must not repeat: a shorter one may be a word
 BUFFER = 2**12
 """Bytes of a body, and 16 times its chunks, after which aiohttp parses no more of it until they are read. Parsing 40,000 chunks of one
 byte, which fit into one read of a socket, takes 0.4 s, in which no other connection is served."""
@@ -93,7 +93,6 @@ class HttpClient:
         self.timeout = timeout
         self.limit = limit
         self.headers = dict(headers or {})
-        self.token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
         self._proxies = proxies
         self._pending: set[Future[HttpResponse]] = set()
         self._aborted = False
@@ -141,10 +140,10 @@ class HttpClient:
         """
         status, response = self.send("POST", url, body)
         if status == 429 or status >= 500:
-            raise RetryableError(f"{status} {excerpt(response, 200, self.token)}")
+            raise RetryableError(f"{status} {excerpt(response, 200)}")
         if status != 200:
-            raise RefusedError(f"{status} {excerpt(response, 300, self.token)}", status)
-        return parse_json(response, token=self.token)
+            raise RefusedError(f"{status} {excerpt(response, 300)}", status)
+        return parse_json(response)
 
     def abort(self) -> None:
         """End all requests in flight and all later ones. May be called in any thread."""
@@ -185,14 +184,19 @@ async def send_request(
 
 
 async def read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
-    """The body of a response; None, without the rest of it, if it has more than ``limit`` bytes."""
+    """The body of a response, without the token of its request; None, without the rest of it, if it has more than ``limit`` bytes.
+
+    A server may repeat the token, and what it says is logged and recorded.
+    """
     received = bytearray()
     async for part in response.content.iter_any():
         received += part
         if len(received) > limit:
             return None
         await asyncio.sleep(0)  # more of it may be parsed already, or wait to be: others come first
-    return bytes(received)
+    token = response.request_info.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+    body = bytes(received)
+    return body if len(token) < SHORTEST_TOKEN else body.replace(token, b"[the key]")
 
 
 def http_loop() -> LoopThread:
@@ -247,27 +251,18 @@ def proxy_of(url: URL) -> dict[str, Any]:
     return {"proxy": URL(proxy).with_user(None), "proxy_auth": aiohttp.BasicAuth.from_url(URL(proxy))}
 
 
-def parse_json(response: bytes, most_values: int = MAX_VALUES, token: str | None = None) -> Any:
-    """The JSON of a response. Raises ValueError, also for one that is nested too deeply, or may have more than ``most_values``.
-
-    ``token`` is the request's, as in :func:`excerpt`.
-    """
+def parse_json(response: bytes, most_values: int = MAX_VALUES) -> Any:
+    """The JSON of a response. Raises ValueError, also for one that is nested too deeply, or may have more than ``most_values``."""
     check_values(response, most_values, "the response")
     try:
         return json.loads(response, parse_int=short_int)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the response is not JSON: {excerpt(response, 100, token)!r}") from error
+        raise ValueError(f"the response is not JSON: {excerpt(response, 100)!r}") from error
 
 
-def excerpt(response: bytes, length: int, token: str | None = None) -> str:
-    """The start of a response, for messages, without the ``token`` of its request, which an error of the server may repeat."""
-    start = response[:LONGEST_ERROR].decode(errors="replace")
-    return without_token(start, token)[:length]
-
-
-def without_token(text: str, token: str | None) -> str:
-    """``text`` without the ``token`` of a request, for errors, which are logged and recorded."""
-    return text.replace(token, "[the key]") if token else text
+def excerpt(response: bytes, length: int) -> str:
+    """The start of a response, for messages."""
+    return response[:length].decode(errors="replace")
 
 
 def retrying(

@@ -11,7 +11,7 @@ from pathlib import Path
 GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 MOUNTS = Path("/proc/mounts")
-USUAL, ON_DISK = Path("/tmp"), Path("/var/tmp")  # folders for temporary files
+VAR_TMP = Path("/var/tmp")
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of mallopt(3)
 LARGEST_FROM_HEAP = 32 * 2**20  # bytes; glibc accepts no more
 KEPT = 256 * 2**20  # bytes of each arena
@@ -50,10 +50,11 @@ def is_in_memory(folder: Path, mounts: str | None = None) -> bool:
 
 
 def spill_folder() -> Path:
-    """The folder for what does not fit into memory: that of temporary files, or /var/tmp where /tmp is in memory (as in Debian 13)."""
+    """The folder for what does not fit into memory: that of temporary files, or /var/tmp where that is in memory."""
     folder = Path(tempfile.gettempdir())
-    if folder == USUAL and is_in_memory(USUAL) and os.access(ON_DISK, os.W_OK) and not is_in_memory(ON_DISK):
-        return ON_DISK
+    is_set = any(map(os.environ.get, ("TMPDIR", "TEMP", "TMP")))
+    if not is_set and is_in_memory(folder) and os.access(VAR_TMP, os.W_OK) and not is_in_memory(VAR_TMP):
+        return VAR_TMP
     return folder
 
 

@@ -17,16 +17,7 @@ from vlmrl.env.remote.serialize import checked_tools, deserialize_messages, seri
 from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import Message, Task
-from vlmrl.utils.http import (
-    HttpClient,
-    RefusedError,
-    RetryableError,
-    UnreachableError,
-    excerpt,
-    parse_json,
-    retrying,
-    without_token,
-)
+from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, UnreachableError, excerpt, parse_json, retrying
 from vlmrl.utils.require import MOST_METRIC, moderate_number, require
 from vlmrl.utils.tokens import bearer_headers
 
@@ -102,7 +93,7 @@ class RemoteEnv(Env):
             health = parse_json(response)
             return EnvConnection(client, checked_tools(health["tools"]), bool(health["replayable"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise _no_server(url, f"{status} {excerpt(response, 200, client.token)}") from error
+            raise _no_server(url, f"{status} {excerpt(response, 200)}") from error
 
     def reset(self) -> list[Message] | None:
         try:
@@ -148,14 +139,14 @@ class RemoteEnv(Env):
         status, content = client.send(method, self._session + path, body, seconds=self._longest_request)
         if status == 200:
             with self._protocol():
-                response = dict(parse_json(content, token=client.token))
+                response = dict(parse_json(content))
             if "kind" not in response:
                 return response
         try:
             error = parse_json(content)
-            kind, message = error["kind"], encodable(without_token(str(error["message"]), client.token)[:2000])
+            kind, message = error["kind"], encodable(str(error["message"])[:2000])
         except (ValueError, KeyError, TypeError):
-            kind, message = "error", f"{status} {excerpt(content, 300, client.token)}"
+            kind, message = "error", f"{status} {excerpt(content, 300)}"
         if kind == "retry" and path == "/step":
             raise RetryTurn(message)
         if kind == "contract":
