@@ -193,6 +193,8 @@ def test_a_response_that_repeats_itself_is_read_in_time():
         ("12 square units", "12"),
         ("30^\\circ", "30"),
         ("\\approx 30", "30"),
+        ("8.66", "\\approx 8.66"),
+        ("8.7", "≈ 8.7"),
         ("x ≈ 8.66", "5 \\sqrt { 3 }"),
         ("\\mathbf{30}", "30"),
         ("30^{\\circ}", "30"),
@@ -293,6 +295,7 @@ def test_the_letter_may_be_the_rows_answer():
         assert is_right(right, "C", choices)
     for wrong in ("A", "A. 5", "14", "D"):
         assert not is_right(wrong, "C", choices)
+    assert all(is_right("C", gold, choices) and not is_right("B", gold, choices) for gold in ("(C)", "C."))
     assert is_right("B", "C", ("A", "C", "B")) and not is_right("C", "C", ("A", "C", "B"))  # the names of points
 
 

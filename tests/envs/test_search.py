@@ -191,7 +191,7 @@ def test_a_wrong_reward_is_refused(corpus):
 
 
 @pytest.mark.parametrize(
-    ("answer", "em"), [('["Paris", "City of Light"]', 1.0), ('["Rome", "Roma"]', 0.0), ('["Paris"', 1.0)]
+    ("answer", "em"), [('["Paris", "City of Light"]', 1.0), ('["Rome", "Roma"]', 0.0), ('["Paris"', 1.0), ("[]", 0.0)]
 )
 def test_the_right_texts_may_be_written_as_json(corpus, answer, em):
     """As in PopQA: rows with several right texts were wrong whatever was answered."""
