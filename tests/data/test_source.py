@@ -941,4 +941,6 @@ def test_an_evaluation_of_what_is_trained_is_warned_of(tmp_path):
     assert warned(Data(generator=made, size=8), EvalData(generator=made, size=4))
     assert not warned(Data(generator=made, size=8), EvalData(generator=made, size=4, seed=1))
     assert warned(Data(path), EvalData(path, size=2, seed=3))
+    assert warned(Data(path), EvalData(path, split="train[:2]"))
     assert not warned(Data(path, split="train[:2]"), EvalData(path, split="train[2:]"))
+    assert not warned(Data(path, size=2), EvalData(path, split="train[2:]"))

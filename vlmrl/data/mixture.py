@@ -87,7 +87,8 @@ def _load(data: Data, eval_data: EvalData, part: str = "") -> tuple[TaskSource, 
     if not eval_data.is_set:
         return tasks, held_out
     read, name = data.with_rows(eval_data), f"mixture.{part}.eval_data" if part else "eval.data"
-    if _rows_of(read) == _rows_of(data):
+    trains_on_all = data.generator is None and data.size is None and "[" not in data.split
+    if _rows_of(read) == _rows_of(data) or (trains_on_all and _rows_of(read, whole=True) == _rows_of(data)):
         remedy = f"{name}.seed" if data.generator is not None else f"{name}.split to another one, or held_out instead"
         warning = f"{name} has the tasks that are trained on, so that no evaluation is of held-out ones: set {remedy}"
         tasks = replace(tasks, warnings=[*tasks.warnings, warning])
@@ -102,8 +103,8 @@ def _load(data: Data, eval_data: EvalData, part: str = "") -> tuple[TaskSource, 
     return tasks, other
 
 
-def _rows_of(data: Data) -> tuple[Any, ...]:
-    """The settings that decide which rows there are, whatever their number and order."""
+def _rows_of(data: Data, whole: bool = False) -> tuple[Any, ...]:
+    """The settings that decide which rows there are, whatever their number and order; ``whole``: of the split that has a slice."""
     if data.generator is not None:
         return data.generator, data.options, data.seed or 0
-    return data.path, data.split
+    return data.path, data.split.partition("[")[0] if whole else data.split
