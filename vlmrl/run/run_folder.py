@@ -73,9 +73,10 @@ def _with_last_evaluation(config: Config, state: LoopState) -> Mapping[str, int]
 
     Where the log had an evaluation of that step when the checkpoint was written, the later ones are left out.
     """
-    if state.stage != "train" or not state.evaluated or state.step >= config.train.steps:
-        return state.log
     sizes = dict(state.log)
+    is_logged = sizes.keys() >= {"metrics.jsonl", "trajectories.jsonl"}
+    if not is_logged or state.stage != "train" or not state.evaluated or state.step >= config.train.steps:
+        return sizes
     with suppress(ValueError):  # a damaged line, of a machine that lost power, is removed
         for line in JsonLinesTail(config.folder / "metrics.jsonl").lines():
             of_step = line.value.get("step") == state.step
