@@ -59,6 +59,17 @@ def test_a_linked_folder_of_a_class_is_refused(near, far):
         tasks(near, prompt="<image>Which?")
 
 
+@pytest.mark.parametrize(("split", "folder"), [("train", "training"), ("validation", "val"), ("test", "test")])
+def test_a_linked_folder_of_the_split_is_refused_under_each_of_its_names(near, far, split, folder):
+    for name in ("train", "val", "test"):
+        (near / name / "cat").mkdir(parents=True)
+        Image.new("RGB", (64, 64)).save(near / name / "cat/1.png")
+    (near / folder).mkdir(exist_ok=True)
+    (near / folder / "dog").symlink_to(far)
+    with pytest.raises(ValueError, match="dog is a link to a folder"):
+        tasks(near, prompt="<image>Which?", split=split)
+
+
 def test_files_in_linked_folders_are_read_once(near, far):
     """They were left out, unsaid. Links to folders above are left out: one to `/` would take forever."""
     write(near.parent / "beside/train.jsonl", {"prompt": "c"})

@@ -82,4 +82,4 @@ def _host_of(entry: str) -> str:
     has_more = entry.removesuffix("/").endswith(":") or url.path not in ("", "/") or url.query_string or url.fragment
     if has_more or url.host in (None, "", "*") or url.user is not None:
         return ""
-    return url.host or "" if port is None else f"{url.host_subcomponent}:{port}"
+    return str(url.host) if port is None else f"{url.host_subcomponent}:{port}"

@@ -13,6 +13,7 @@ from vlmrl.data.dataset_rows import Rows
 from vlmrl.data.row_images import IMAGE_SUFFIXES
 from vlmrl.data.split_files import (
     FORMATS,
+    SAME_SPLIT,
     SPLIT_NAMES,
     TRAIN_NAMES,
     base_split,
@@ -62,10 +63,10 @@ def load_image_folder(folder: Path, split: str) -> hf.Dataset:
 
 def _check_links(folder: Path, split: str, read: set[str]) -> None:
     """Raises ValueError if files of the split with a name or suffix of ``read`` are behind links, which the reader leaves out."""
-    others = SPLIT_NAMES - {base_split(split)}
+    own = next((names for names in SAME_SPLIT if base_split(split) in names), {base_split(split)})
     for path in files_behind_links(folder):
         words = words_of_path(str(path.parent.relative_to(folder)))
-        if {path.name, path.suffix.lower()} & read and (base_split(split) in words or not words & others):
+        if {path.name, path.suffix.lower()} & read and (words & own or not words & SPLIT_NAMES):
             raise ValueError(
                 f"{path.parent} is a link to a folder, or in one, and would not be read: put the folder itself there, or list "
                 "all images in a metadata file of the folder"

@@ -16,7 +16,8 @@ from vlmrl.data.text_rows import load_texts, reader_errors, stamps_of
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 TRAIN_NAMES = {"train", "training"}
-SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test", "training", "testing", "eval", "evaluation"}
+SAME_SPLIT = (TRAIN_NAMES, {"validation", "val", "valid", "dev"}, {"test", "testing", "eval", "evaluation"})
+SPLIT_NAMES = set[str]().union(*SAME_SPLIT)
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def _with_last_evaluation(config: Config, state: LoopState) -> Mapping[str, int]
                 return state.log
             if of_step and line.start >= state.log["metrics.jsonl"]:
                 sizes["metrics.jsonl"] = line.start + line.size
+    if sizes["metrics.jsonl"] == state.log["metrics.jsonl"]:
+        return sizes
     with suppress(ValueError):
         for line in JsonLinesTail(config.folder / "trajectories.jsonl", sizes["trajectories.jsonl"]).lines():
             if line.value.get("step") == state.step:
@@ -169,10 +172,8 @@ def inode_of(folder: Path) -> tuple[int, int] | None:
 
 def folder_with_inode(folder: Path, inode: tuple[int, int] | None) -> Path | None:
     """The folder that had this ``inode``: a new run of its name may have set it aside meanwhile, as `NAME.1`. None: it is gone."""
-    if inode is None or inode_of(folder) == inode:
-        return folder if inode is not None else None
-    near = folder.parent.glob(f"{glob.escape(folder.name)}.*")
-    return next((each for each in near if inode_of(each) == inode), None)
+    near = chain([folder], folder.parent.glob(f"{glob.escape(folder.name)}.*"))
+    return next((each for each in near if inode is not None and inode_of(each) == inode), None)
 
 
 def _has_trained(folder: Path) -> bool:

@@ -253,13 +253,13 @@ class BrowserPool:
 
         Failures that come together are one check: each draws a page.
         """
-        if process not in self._all or process.is_checked:
+        if process not in self._all or process.is_being_checked:
             return
-        process.is_checked = True
+        process.is_being_checked = True
         try:
             is_up = await process.answers()
         finally:
-            process.is_checked = False
+            process.is_being_checked = False
         if not is_up:
             self.counts["hung"] += process.alive
             await self._end(process, kill=True)

@@ -72,7 +72,7 @@ class ChromiumProcess:
         self.alive = True
         self.retired = False  # it gets no new tabs
         self.tabs = 0  # in use
-        self.is_checked = False  # right now
+        self.is_being_checked = False
         self.ended = asyncio.Event()  # the pool has no use for it any more
         self._playwright = playwright
         self._control = control
