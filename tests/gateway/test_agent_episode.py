@@ -674,6 +674,32 @@ def test_the_tools_of_a_refused_request_are_not_the_trajectorys():
     assert episode.trajectory.tools == [ZOOM]
 
 
+def test_the_tools_of_a_response_that_nobody_received_are_not_the_trajectorys():
+    """The row of a collected episode had the tools of a side request whose client had left, not those of its prompts."""
+    episode = agent_episode(["a", "a title"])
+
+    async def act() -> None:
+        await Agent(episode, QUESTION, tools=[ZOOM]).ask()
+        episode.undelivered(await Agent(episode, says("user", "A title?")).ask())
+
+    played(episode, act)
+    assert len(episode.trajectory.turns) == 1
+    assert episode.trajectory.tools == [ZOOM]
+
+
+def test_the_tokens_that_are_counted_are_those_of_the_prompt():
+    """Of a request that continues a response, its reasoning was not counted, which the client does not send back."""
+    episode = agent_episode(["<think>So far it is red.</think>red", "blue", "green"])
+
+    async def act() -> None:
+        agent = Agent(episode, QUESTION, tools=[ZOOM])
+        for new in ([], [says("user", "Sure?")], [says("user", "Really?", image("blue"))]):
+            count = await episode.count_tokens(ChatRequest([*agent.messages, *new], agent.tools))
+            assert (await agent.ask(*new)).prompt_tokens == count
+
+    played(episode, act)
+
+
 def test_more_messages_than_tokens_are_refused_before_they_are_read():
     episode = agent_episode([], max_tokens=100)
     messages = [says("user", "")] * 101

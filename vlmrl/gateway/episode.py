@@ -104,23 +104,23 @@ class AgentEpisode:
             self._in_flight.discard(task)
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """The tokens of a request's prompt. Raises ChatError: it has more than ``rollout.max_tokens``, or cannot be rendered (400)."""
-        limit = self.config.max_tokens
+        """The tokens of the prompt that :meth:`complete` would make of a request.
+
+        Raises ChatError: it has more than ``rollout.max_tokens``, or cannot be rendered (400).
+        """
         try:
-            if len(request.messages) > limit:  # a message has a token or more
-                raise TooLongError(len(request.messages))
-            messages, tools = self.renderer.adapt_tool_messages(request.messages), request.tools
-            await self._apart((messages, tools), partial(self.renderer.check_length, messages, tools, limit))
-            rendered = await self._apart((messages, tools), partial(self.renderer.prompt, messages, tools, limit=limit))
+            messages, _ = await self._load(request.messages)
+            _, prompt, _ = await self._prompt(messages, request.tools)
         except TooLongError as error:
-            message = f"the prompt has at least {error.least} tokens, and rollout.max_tokens is {limit}."
+            message = (
+                f"the prompt has at least {error.least} tokens, and rollout.max_tokens is {self.config.max_tokens}."
+            )
             raise ChatError(400, "max_tokens", message) from error
         except ChatError:
             raise
         except Exception as error:  # templates raise what they like
             raise ChatError(400, "messages", f"the messages cannot be rendered: {error}"[:500]) from error
-        items = [image for image in rendered.images if isinstance(image, MediaItem)]
-        return len(rendered.token_ids) + sum(item.num_tokens - 1 for item in items)
+        return prompt.length
 
     def undelivered(self, response: ChatResponse) -> None:
         """Leave out a response that was sampled but could not be sent. A request that continues it takes it back."""
@@ -170,6 +170,8 @@ class AgentEpisode:
         self._engine_ids.release()
         sampled, order = len(self.recorder.turns), self.recorder.ordered()
         self.trajectory.turns = self.recorder.selected(order)
+        shown = [turn.received.tools for turn in self.trajectory.turns if turn.received is not None]
+        self.trajectory.tools = (shown and shown[-1]) or []
         self.recorder.left_out.clear()
         self.trajectory.metrics |= self._metrics(sampled)
         self._places.clear()
@@ -195,8 +197,9 @@ class AgentEpisode:
             return await self._sample(number, request)
         except (ChatError, asyncio.CancelledError):
             raise
-        except EpisodeLimitError as error:
-            raise ChatError(400, error.ending, str(error)) from error
+        except (EpisodeLimitError, TooLongError) as error:
+            limit = self.sampler.too_long(f"at least {error.least}") if isinstance(error, TooLongError) else error
+            raise ChatError(400, limit.ending, str(limit)) from error
         except EngineError as error:
             self.aborted = self.aborted or isinstance(error, AbortedError)
             raise self._fail(503, "engine", str(error)) from error
@@ -206,11 +209,8 @@ class AgentEpisode:
             self.sampler.end(number)
 
     async def _sample(self, number: int, request: ChatRequest) -> ChatResponse:
-        if len(request.messages) > self.config.max_tokens:  # a message has a token or more
-            raise self.sampler.too_long(f"at least {len(request.messages)}")
         messages, not_shown = await self._load(request.messages)
-        found = await self._apart((messages, request.tools), partial(self._find, messages, request.tools))
-        prompt, continues = await self._render(found, messages, request.tools)
+        found, prompt, continues = await self._prompt(messages, request.tools)
         request.on_rendered()
         self._count_beside(await self._apart(prompt.messages, partial(size_beside, prompt.messages)))
         above = self.recorder.turns[prompt.parent] if continues and prompt.parent is not None else None
@@ -224,7 +224,6 @@ class AgentEpisode:
             self._engine_ids.give_back(engine_id)
             raise
         tools = self._tools_once(request.tools)
-        self.trajectory.tools = tools  # not those of a request that was refused: no response saw them
         turn = self.recorder.add(
             prompt,
             sampled.completion,
@@ -248,11 +247,8 @@ class AgentEpisode:
         return next((known for known in earlier if known == tools), None) or tools
 
     def _find(self, messages: list[Message], tools: list[dict[str, Any]]) -> Found:
-        """What is known of a request. Raises EpisodeLimitError for one that is too long to be looked up and rendered."""
-        try:
-            self.renderer.check_length(messages, tools, self.config.max_tokens)
-        except TooLongError as error:
-            raise self.sampler.too_long(f"at least {error.least}") from error
+        """What is known of a request. Raises TooLongError for one that is too long to be looked up and rendered."""
+        self.renderer.check_length(messages, tools, self.config.max_tokens)
         return self._tree.find(messages, tools)
 
     def _count_beside(self, size: int) -> None:
@@ -263,10 +259,12 @@ class AgentEpisode:
         self._beside += size
 
     async def _load(self, messages: list[Message]) -> tuple[list[Message], int]:
-        """The messages with their images loaded, and how many cannot be shown.
+        """The messages with their images loaded, and how many cannot be shown. Raises TooLongError for more messages than tokens.
 
         After the first response such an image becomes a text that says why, as in the turn loop: the policy may have made it.
         """
+        if len(messages) > self.config.max_tokens:  # a message has a token or more
+            raise TooLongError(len(messages))
         if self.store is None:
             if count := len(images_of(messages)):
                 raise ChatError(400, "messages", f"messages hold {count} images, but the model reads text only.")
@@ -279,6 +277,11 @@ class AgentEpisode:
         except (EnvError, ValueError) as error:
             passing = any(isinstance(each, ImageUnavailableError) for each in (error, error.__cause__))
             raise ChatError(503 if passing else 400, "image_url", str(error)) from error
+
+    async def _prompt(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Found, Prompt, bool]:
+        """What is known of a request, its prompt, and whether that continues a response. Raises TooLongError."""
+        found = await self._apart((messages, tools), partial(self._find, messages, tools))
+        return found, *await self._render(found, messages, tools)
 
     async def _render(self, found: Found, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Prompt, bool]:
         """The prompt of a request, and whether it continues a response: that response's context with what is new, or a full render."""
@@ -315,9 +318,7 @@ class AgentEpisode:
         """``render()``, which reads ``read``, with all tokens of the images."""
         try:
             rendered = await self._apart(read, render)
-        except TooLongError as error:
-            raise self.sampler.too_long(f"at least {error.least}") from error
-        except ChatError:
+        except (ChatError, TooLongError):
             raise
         except Exception as error:  # templates raise what they like
             raise _NotRenderedError(f"{type(error).__name__}: {error}") from error
