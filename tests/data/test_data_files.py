@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from vlmrl.config import Data
-from vlmrl.data import load_tasks
+from vlmrl.data import load_tasks, text_rows
 from vlmrl.data.dataset_rows import Rows
 from vlmrl.data.files import load_rows
 from vlmrl.data.hub_datasets import load_from_hub
@@ -614,3 +614,13 @@ def test_a_field_of_a_column_whose_numbers_are_of_two_types_is_found(tmp_path):
         tasks[3]
     with pytest.raises(ValueError, match=r"maps 'answer' to 'reward_model\.truth', which .* does not have"):
         load_tasks(Data(str(file), columns={"answer": "reward_model.truth"}))
+
+
+def test_rows_that_an_earlier_version_read_are_read_again(tmp_path, monkeypatch):
+    """They came from the cache of `datasets`, so that a mend of the reader changed nothing for the same file."""
+    (path := tmp_path / "rows.csv").write_text("prompt,answer\nq,007\n")
+    with monkeypatch.context() as earlier:
+        earlier.setattr(text_rows, "THIS_READER", "of an earlier version")
+        earlier.setitem(text_rows._READERS, "csv", lambda path: iter([{"prompt": "q", "answer": "7"}]))
+        assert load_rows(str(path), "train").column("answer") == ["7"]
+    assert load_rows(str(path), "train").column("answer") == ["007"]

@@ -156,3 +156,63 @@ def test_the_readme_of_a_dataset_names_no_file_of_this_machine(tmp_path):
         command = [sys.executable, "-c", LOAD]
         done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, cwd=Path(tmp_path))
     assert "Data files don't belong to somebody/data" in done.stdout, done.stdout + done.stderr
+
+
+LOAD_AGAIN = """
+import json, sys
+import datasets
+from vlmrl.data.files import load_rows
+if sys.argv[1] == "first":
+    datasets.load_dataset("somebody/data")
+print(json.dumps(load_rows("somebody/data", "train").column("answer")))
+"""
+
+
+def hub_of(folder: Path) -> Any:
+    """Answers as the hub does for a dataset of these files."""
+
+    def entry(path: Path) -> dict[str, Any]:
+        kind = "file" if path.is_file() else "directory"
+        return {"type": kind, "path": str(path.relative_to(folder)), "size": path.stat().st_size, "oid": COMMIT}
+
+    async def hub(request: web.Request) -> web.Response:
+        _, is_api, tree = request.path.partition(f"/tree/{COMMIT}")
+        if is_api and (folder / tree.strip("/")).is_dir():
+            inside = (folder / tree.strip("/")).glob("**/*" if request.query["recursive"] == "true" else "*")
+            return web.json_response(list(map(entry, sorted(inside))))
+        if request.path.startswith("/api/datasets/somebody/data") and not is_api:
+            return web.json_response({"_id": "1", "id": "somebody/data", "sha": COMMIT, "siblings": [], "tags": []})
+        file = folder / request.path.rpartition(f"/resolve/{COMMIT}/")[2]
+        if request.path.startswith("/datasets/") and file.is_file() and not file.samefile(folder):
+            name = file.name.replace(".", "-") + str(file.stat().st_size)
+            return web.Response(body=file.read_bytes(), headers={"ETag": f'"{name}"', "X-Repo-Commit": COMMIT})
+        return web.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
+
+    return hub
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_images", [True, False])
+def test_answers_are_the_same_where_the_hub_is_out_of_reach(tmp_path, has_images):
+    """The cache of `datasets` was read then, in which 7.0 is the "007" of the file, and None its "NA"."""
+    answers = ["007", "1e5", "012"] if has_images else ["007", "1e5", "NA"]
+    (files := tmp_path / "hub/train").mkdir(parents=True)
+    if has_images:
+        for number in range(3):
+            (files / f"{number}.png").write_bytes(png(number))
+    rows = [f"{number}.png,{answer}" for number, answer in enumerate(answers)]
+    (files / ("metadata.csv" if has_images else "rows.csv")).write_text("\n".join(["file_name,answer", *rows]))
+    caches = {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "home/datasets")}
+    environment = os.environ | caches | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+    def read(when: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD_AGAIN, when], env=environment, capture_output=True, text=True, cwd=tmp_path
+        )
+        return done.stdout or done.stderr
+
+    with answering(hub_of(tmp_path / "hub")) as url:
+        environment["HF_ENDPOINT"] = url
+        assert json.loads(read("first")) == answers
+    environment["HF_HUB_OFFLINE"] = "1"
+    assert json.loads(read("again")) == answers

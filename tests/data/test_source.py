@@ -19,6 +19,7 @@ from PIL import Image
 
 from vlmrl.config import Config, Data, Eval, EvalData, Part
 from vlmrl.data import TaskSource, load_run_tasks, load_split, load_tasks, task_seed
+from vlmrl.data.dataset_rows import Rows
 from vlmrl.types import Task
 
 
@@ -302,6 +303,17 @@ def test_fields_of_a_column_are_named_with_dots(tmp_path):
         source[1]
     with pytest.raises(ValueError, match=r"maps 'answer' to 'reward_model.truth', which"):
         load_tasks(Data(path, columns={"answer": "reward_model.truth"}))
+
+
+def test_messages_of_a_dataset_are_not_all_read_at_its_start(tmp_path, monkeypatch):
+    """Their images were all in memory at once, of a dataset that may be larger."""
+    part = {"type": "image", "image": b"PNG"}
+    rows = [{"prompt": [{"role": "user", "content": [part]}], "answer": "x"}] * 3
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read, column = [], Rows.column
+    monkeypatch.setattr(Rows, "column", lambda self, name: read.append(name) or column(self, name))
+    assert load_tasks(Data(str(tmp_path / "rows.parquet")))[2].images == [b"PNG"]
+    assert read == ["answer"]
 
 
 def test_an_empty_field_of_a_column_is_a_warning(tmp_path):

@@ -76,6 +76,10 @@ class Rows:
 
     def empty_texts(self, name: str) -> list[int]:
         """The rows whose text in this column is empty or blank."""
+        if isinstance(
+            self._features.get(name), dict | hf.List | hf.LargeList
+        ):  # such as messages, which may hold images
+            return []
         try:
             values = self.column(name)
         except UnicodeDecodeError:  # no UTF-8: its rows are bad ones

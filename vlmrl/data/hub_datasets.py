@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets as hf
+from huggingface_hub import snapshot_download
 
 from vlmrl.config.code import places
 from vlmrl.data.image_folders import METADATA_FILES, load_listed_images
@@ -15,11 +16,18 @@ from vlmrl.data.parquet_types import check_same_kinds
 from vlmrl.data.split_files import base_split, rows_of_split
 from vlmrl.data.text_rows import load_texts, reader_errors
 
+CHANGED = ("csv", "json", "imagefolder", "webdataset")
+"""Forms of datasets in whose cache `datasets` keeps other values than their files have."""
+
 
 def load_from_hub(path: str, split: str) -> hf.Dataset:
     """One split of a dataset. Raises ValueError if the hub does not have it, or is out of reach and its cache does not."""
     try:
         builder = hf.load_dataset_builder(path)
+        # Where the hub is out of reach, it is that of the cache of `datasets`.
+        if type(builder).__name__ == "Cache" and builder.info.builder_name in CHANGED:
+            files_of = {"repo_type": "dataset", "revision": builder.hash, "local_files_only": True}
+            return load_from_hub(snapshot_download(path, **files_of), split)
         own = builder.config.data_files or {}
         names = {kind.__name__ for kind in type(builder).__mro__}
         if "WebDataset" in names and not _declares_types(path, builder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from codecs import BOM_UTF8
 from collections import Counter
@@ -22,6 +23,8 @@ _TYPES = {str: "string", int: "int64", bool: "bool"}
 """Of columns of JSON and CSV files whose values are all of one of these types. Other columns are kept as JSON."""
 JSON = hf.Value("string", id="vlmrl.json")
 """The type of a column that keeps its values as JSON."""
+THIS_READER = hashlib.blake2b(Path(__file__).read_bytes(), digest_size=16).hexdigest()
+"""For the cache of `datasets`, which would give the rows that an earlier version of this file read."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ def load_texts(paths: list[Path], kind: str) -> hf.Dataset:
     if not kinds:
         raise ValueError(f"data.path cannot be read: {', '.join(map(str, paths))} is empty.")
     features = hf.Features({name: _feature(found - {type(None)}) for name, found in kinds.items()})
-    given = {"paths": tuple(map(str, paths)), "stamps": stamps_of(paths), "features": features, "kind": kind}
+    stamps = (*stamps_of(paths), THIS_READER)
+    given = {"paths": tuple(map(str, paths)), "stamps": stamps, "features": features, "kind": kind}
     with reader_errors(paths):
         return hf.Dataset.from_generator(_cells, features, gen_kwargs=given, writer_batch_size=64)
 
