@@ -76,9 +76,8 @@ class Rows:
 
     def empty_texts(self, name: str) -> list[int]:
         """The rows whose text in this column is empty or blank."""
-        if isinstance(
-            self._features.get(name), dict | hf.List | hf.LargeList
-        ):  # such as messages, which may hold images
+        # Not of messages, which may hold images.
+        if isinstance(self._features.get(name), dict | hf.List | hf.LargeList):
             return []
         try:
             values = self.column(name)
