@@ -18,7 +18,7 @@ import aiohttp
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import TAIL, TOKEN_VARIABLE, UNREACHED, Server, ServerError, ServerInfo, suppress_unreachable
 from vlmrl.engine.server_backend import Call, EncodedBody, ServerBackend
-from vlmrl.utils.http import excerpt, parse_json, plain_session, read_at_most
+from vlmrl.utils.http import excerpt, parse_json, plain_session, read_at_most, unquoted_errors
 from vlmrl.utils.json_files import MAX_VALUES
 from vlmrl.utils.tokens import bearer
 
@@ -147,15 +147,14 @@ class ServerPool:
             server.sent_bytes += body.size
         method = self._session.get if body is None else self._session.post
         options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=timeout), "allow_redirects": False}
-        async with method(server.url + path, headers=headers, **options, **payload) as response:
-            content = await read_at_most(response, MOST_BYTES)
-            if content is None:
-                raise ServerError(f"{server.url}{path}: the response has more than {MOST_BYTES} bytes", 502)
-            if response.status != 200:
-                raise ServerError(
-                    f"{server.url}{path}: HTTP {response.status}: {excerpt(content, TAIL)}", response.status
-                )
-            return content
+        with unquoted_errors():
+            async with method(server.url + path, headers=headers, **options, **payload) as response:
+                content = await read_at_most(response, MOST_BYTES)
+        if content is None:
+            raise ServerError(f"{server.url}{path}: the response has more than {MOST_BYTES} bytes", 502)
+        if response.status != 200:
+            raise ServerError(f"{server.url}{path}: HTTP {response.status}: {excerpt(content, TAIL)}", response.status)
+        return content
 
     async def pick(self, preferred: Server | None, patience: float) -> Server:
         """``preferred`` if it serves, else the server with the fewest requests. Waits while none serves, or all are paused.
