@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from vlmrl.engine.server import TAIL, TOKEN_VARIABLE, UNREACHED, Server, ServerE
 from vlmrl.engine.server_backend import Call, EncodedBody, ServerBackend
 from vlmrl.utils.http import excerpt, parse_json, plain_session, read_at_most, unquoted_errors
 from vlmrl.utils.json_files import MAX_VALUES
+from vlmrl.utils.terminal import printable_log
 from vlmrl.utils.tokens import bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
@@ -28,7 +28,7 @@ MOST_BYTES = 2**30  # of a response: the experts of a long context take hundreds
 PIECE = 2**18  # bytes of a body that are written at once: what a slow connection does not take yet is copied
 EXPECTED = (*UNREACHED, ServerError, EngineError)  # failures of a server; any other error is one of this program
 
-log = logging.getLogger(__name__)
+log = printable_log(__name__)
 
 
 @dataclass(frozen=True)
