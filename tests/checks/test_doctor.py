@@ -171,6 +171,11 @@ def test_the_command_prints_a_line_for_each_check(monkeypatch, capsys, tmp_path)
     ]
 
 
+def test_what_a_server_or_a_template_says_does_not_control_the_terminal(capsys):
+    command.show([doctor.Finding("server", "warning", "HTTP 500: \x1b]52;c;cm0=\x07")], as_json=False)
+    assert capsys.readouterr().out == "warning  server       HTTP 500: \\x1b]52;c;cm0=\\x07\n"
+
+
 def test_an_error_is_the_exit_status_also_as_json(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     with pytest.raises(SystemExit) as exit_:

@@ -41,7 +41,7 @@ def engine(fake):
 
 def test_a_server_is_watched_and_revived_again_after_an_error_of_any_kind(fake, engine, caplog):
     [server] = engine.servers.all
-    errors = [KeyError("a mistake in the code of a recipe"), RuntimeError("another"), None]
+    errors = [KeyError("a mistake in the code of a recipe"), RuntimeError("\x1b[2J"), None]
 
     async def resync(server):
         if error := errors.pop(0):
@@ -60,6 +60,7 @@ def test_a_server_is_watched_and_revived_again_after_an_error_of_any_kind(fake, 
         assert asyncio.run(fail()).token_ids == fake.response
     shown = [record.exc_info[0] for record in caplog.records if "cannot serve" in record.message]
     assert shown == [KeyError, RuntimeError] and server.last_error == ""
+    assert r"RuntimeError: \x1b[2J" in caplog.text and "\x1b" not in caplog.text
 
 
 def test_a_server_that_refuses_the_weights_gets_them_again_after_a_pause(fake):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+import traceback
+from collections.abc import Awaitable, Callable, Iterable
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,16 +15,27 @@ from vlmrl.engine.server import UNREACHED, Server, ServerError
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.utils import http
+from vlmrl.utils.http import HttpClient, RetryableError
+from vlmrl.utils.tokens import bearer
 
 pytestmark = pytest.mark.slow
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-FAILURES = (*UNREACHED, ServerError)
+FAILURES = (*UNREACHED, ServerError, RetryableError)
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-async def failure_of(sent: Iterable[bytes], *, ends: bool = True, timeout: float = 600.0) -> Exception:
-    """How a call fails whose response is ``sent``. With ``ends`` the connection is closed behind it, else it stays open."""
+TOKEN = "0123456789abcdef" * 2
+
+
+async def failure_of(
+    sent: Iterable[bytes], *, ends: bool = True, timeout: float = 600.0, client: bool = False
+) -> Exception:
+    """How a call fails whose response is ``sent``. With ``ends`` the connection is closed behind it, else it stays open.
+
+    With ``client``, a request of an :class:`HttpClient`.
+    """
     done = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,16 +51,24 @@ async def failure_of(sent: Iterable[bytes], *, ends: bool = True, timeout: float
         finally:
             writer.close()
 
+    try:
+        with pytest.raises(FAILURES) as failure:
+            await _call(answer, timeout, client)
+        return failure.value
+    finally:
+        done.set()
+
+
+async def _call(answer: Answer, timeout: float = 600.0, client: bool = False) -> object:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     pool = ServerPool(SGLangBackend(ServerSettings(urls=(url,))), [])
     await pool.start()
     try:
-        with pytest.raises(FAILURES) as failure:
-            await pool.call(Server(url), "/generate", {"text": "x"}, timeout)
-        return failure.value
+        if client:
+            return await asyncio.to_thread(HttpClient(timeout, bearer(TOKEN)).post_json, url, {"text": "x"})
+        return await pool.call(Server(url, token=TOKEN), "/generate", {"text": "x"}, timeout)
     finally:
-        done.set()
         await pool.close()
         server.close()
 
@@ -86,6 +107,44 @@ async def test_a_response_that_is_no_http_fails_the_call_at_once(sent):
 )
 async def test_a_response_without_an_end_fails_the_call_at_its_time_limit(sent):
     assert isinstance(await failure_of(sent, ends=False, timeout=0.3), TimeoutError)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [TOKEN.encode() + b"\r\n\r\n"],
+        [HEAD + b"a b: " + TOKEN.encode() + b"\r\n\r\n"],
+        [HEAD + b"X: " + TOKEN.encode() + b"\r\n"],
+        [CHUNKED + TOKEN.encode() + b"\r\n"],
+        [HEAD + b"X: " + b"a" * 70 + (TOKEN.encode() * 300)],
+    ],
+)
+async def test_the_error_of_a_response_that_is_no_http_does_not_quote_it(sent):
+    """It may have the token of its request. `crash.txt` has the errors with their causes."""
+    for failure in (await failure_of(sent), await failure_of(sent, client=True)):
+        assert TOKEN[:12] not in "".join(traceback.format_exception(failure))
+
+
+async def test_a_connection_that_is_lost_at_a_malformed_chunk_fails_the_call(monkeypatch):
+    """aiohttp raises an error of no kind of its own if nobody waited for the chunk: it ended the run."""
+    first, lost = asyncio.Event(), asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        first.set()
+        await lost.wait()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKED + b"2\r\n{}\r\n")
+        await first.wait()
+        writer.write(b"no size\r\n")
+        await reader.read()
+        lost.set()
+        writer.close()
+
+    monkeypatch.setattr(http, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+    with pytest.raises(FAILURES, match="cut or no HTTP"):
+        await _call(answer)
 
 
 async def test_no_request_is_sent_over_a_connection_that_its_server_may_close(monkeypatch):

@@ -54,6 +54,12 @@ def test_a_run_that_has_logged_nothing_has_a_report_too(tmp_path):
     assert sections(tmp_path)["last metrics"] == "none were logged"
 
 
+def test_a_report_has_texts_of_others_with_escapes(tmp_path):
+    """With half of a surrogate pair there was no report at all."""
+    crash(tmp_path, OSError("a server says \x1b[2J\ud800"))
+    assert sections(tmp_path)["error"].endswith(r"OSError: a server says \x1b[2J\ud800")
+
+
 def test_a_stop_is_no_crash_and_an_earlier_report_is_removed(tmp_path):
     (tmp_path / "crash.txt").write_text("of yesterday")
     for error in (StoppedError(), KeyboardInterrupt()):

@@ -119,6 +119,15 @@ def test_the_document_has_all_numbers_and_only_json():
     }
 
 
+def test_brackets_in_the_names_of_models_and_sources_are_no_markup():
+    """A row names its source. The tables are printed before the results are written, which an error in them lost."""
+    console = Console(file=io.StringIO(), width=200)
+    names = ["a [/mnt/b]", "[link=http://evil]c"]
+    print_report(console, [row(name, ["x", "xx"], [1, 2, None], source="[red][/d]") for name in names], seed=0)
+    shown = console.file.getvalue()
+    assert all(f"{name}: [red][/d]0" in shown and f"{name}: 1 left out" in shown for name in names)
+
+
 def test_the_tables_show_what_is_left_out():
     console = Console(file=io.StringIO(), width=80)
     print_report(

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from vlmrl.cli.recipe import errors_in_one_line
 from vlmrl.report.progress import RunProgress
-from vlmrl.utils.terminal import RunTerminal, Terminal, printable
+from vlmrl.utils.terminal import RunTerminal, Terminal, printable, printable_log
 
 HOSTILE = "hi \x1b]52;c;cm0=\x07\x1b[2J\x9b1m\u202eyou\ud800"
 
@@ -36,6 +36,19 @@ def test_an_error_in_one_line_is_printable(capsys):
     with pytest.raises(SystemExit), errors_in_one_line():
         raise ValueError(f"row 0: {HOSTILE}")
     assert capsys.readouterr().err.startswith(r"vlmrl: row 0: hi \x1b]52")
+
+
+def test_a_log_shows_texts_of_others_with_escapes(capsys):
+    """A run's log, without a handler of its own, is what Python prints on standard error."""
+    log = printable_log("vlmrl.test")
+    log.propagate = False  # pytest's handler
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        log.exception("%s of 100%% failed", HOSTILE)
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"{printable(HOSTILE)} of 100% failed\nTraceback")
+    assert printed.endswith(f"ValueError: {printable(HOSTILE)}\n")
 
 
 BOTH = """

@@ -24,6 +24,7 @@ from vlmrl.checks.doctor_machine import (
 )
 from vlmrl.cli.recipe import Recipe, RecipeOptions
 from vlmrl.config import Config, resolve_config
+from vlmrl.utils.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def show(findings: Iterable[Finding], as_json: bool) -> None:
     for each in findings:
         seen.append(each)
         if not as_json:
-            print(each, flush=True)
+            print(printable(str(each)), flush=True)
     if as_json:
         print(json.dumps([asdict(each) for each in seen], indent=2))
     if any(each.level == "error" for each in seen):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ import aiohttp
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import TAIL, TOKEN_VARIABLE, UNREACHED, Server, ServerError, ServerInfo, suppress_unreachable
 from vlmrl.engine.server_backend import Call, EncodedBody, ServerBackend
-from vlmrl.utils.http import excerpt, parse_json, plain_session, read_at_most
+from vlmrl.utils.http import excerpt, parse_json, plain_session, read_at_most, unquoted_errors
 from vlmrl.utils.json_files import MAX_VALUES
+from vlmrl.utils.terminal import printable_log
 from vlmrl.utils.tokens import bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
@@ -28,7 +28,7 @@ MOST_BYTES = 2**30  # of a response: the experts of a long context take hundreds
 PIECE = 2**18  # bytes of a body that are written at once: what a slow connection does not take yet is copied
 EXPECTED = (*UNREACHED, ServerError, EngineError)  # failures of a server; any other error is one of this program
 
-log = logging.getLogger(__name__)
+log = printable_log(__name__)
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,14 @@ class ServerPool:
             server.sent_bytes += body.size
         method = self._session.get if body is None else self._session.post
         options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=timeout), "allow_redirects": False}
-        async with method(server.url + path, headers=headers, **options, **payload) as response:
-            content = await read_at_most(response, MOST_BYTES)
-            if content is None:
-                raise ServerError(f"{server.url}{path}: the response has more than {MOST_BYTES} bytes", 502)
-            if response.status != 200:
-                raise ServerError(
-                    f"{server.url}{path}: HTTP {response.status}: {excerpt(content, TAIL)}", response.status
-                )
-            return content
+        with unquoted_errors():
+            async with method(server.url + path, headers=headers, **options, **payload) as response:
+                content = await read_at_most(response, MOST_BYTES)
+        if content is None:
+            raise ServerError(f"{server.url}{path}: the response has more than {MOST_BYTES} bytes", 502)
+        if response.status != 200:
+            raise ServerError(f"{server.url}{path}: HTTP {response.status}: {excerpt(content, TAIL)}", response.status)
+        return content
 
     async def pick(self, preferred: Server | None, patience: float) -> Server:
         """``preferred`` if it serves, else the server with the fewest requests. Waits while none serves, or all are paused.

@@ -18,7 +18,6 @@ until the response is sampled.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import threading
 import traceback
@@ -40,6 +39,7 @@ from vlmrl.gateway.request_images import RequestImages, new_bytes
 from vlmrl.multimodal.messages import bytes_of
 from vlmrl.utils.http_server import BODY_SECONDS, BodyError, drop_rest, names_this_machine, read_body
 from vlmrl.utils.require import MOST_NUMBER
+from vlmrl.utils.terminal import printable_log
 from vlmrl.utils.tokens import is_loopback
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
@@ -56,7 +56,7 @@ ROUTES = (
     "POST /v1/chat/completions, POST /v1/responses, POST /v1/messages, POST /v1/messages/count_tokens, GET /v1/models "
     "and POST /reward"
 )
-log = logging.getLogger(__name__)
+log = printable_log(__name__)
 
 
 @dataclass(eq=False)

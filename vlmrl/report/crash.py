@@ -15,6 +15,7 @@ from vlmrl.report.provenance import describe_machine, package_versions
 from vlmrl.report.records import changed_settings, plain
 from vlmrl.report.run_data import load_run
 from vlmrl.utils.output_files import atomic_write
+from vlmrl.utils.terminal import printable
 
 FILE = "crash.txt"
 MOST_TRAJECTORIES = 3
@@ -37,7 +38,7 @@ def crash_report(
         raise
     except Exception as error:
         with suppress(Exception):  # what is wrong, such as the disk or a GPU, may keep the report from being made
-            atomic_write(path, describe_crash(error, folder, config))
+            atomic_write(path, printable(describe_crash(error, folder, config)))
             say(f"crash report: {path}")
         raise
 

@@ -141,7 +141,10 @@ def eval_document(
 def print_report(console: Console, rows: Sequence[EvalRow], seed: int) -> None:
     """Print the tables: scores, episodes, sources, differences. Outside a terminal they are 120 columns wide."""
     wide = RunTerminal(
-        file=console.file, width=None if console.is_terminal else max(console.width, 120), highlight=False
+        file=console.file,
+        width=None if console.is_terminal else max(console.width, 120),
+        highlight=False,
+        markup=False,
     )
     wide.print(_scores_table({row.name: row.scores for row in rows}, "held-out tasks"))
     wide.print(_episodes_table(rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from dataclasses import dataclass, replace
@@ -28,9 +27,10 @@ from vlmrl.multimodal.store import MediaStore
 from vlmrl.plan.memory_plan import Sizes, server_memory_fraction
 from vlmrl.train.controller import RunTrainer
 from vlmrl.utils.http_server import free_ports
+from vlmrl.utils.terminal import printable_log
 from vlmrl.weight_sync.base import TransferResult, WeightUpdate
 
-log = logging.getLogger(__name__)
+log = printable_log(__name__)
 
 
 class ServerHost(Protocol):

@@ -14,9 +14,9 @@ import json
 import math
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -169,8 +169,9 @@ async def send_request(
     try:
         if proxies:
             options |= proxy_of(url)
-        async with _shared_session().request(method, url, **options) as response:
-            received = await read_at_most(response, most)
+        with unquoted_errors():
+            async with _shared_session().request(method, url, **options) as response:
+                received = await read_at_most(response, most)
     except BAD_ADDRESS as error:
         raise RefusedError(f"{url} is not an http address") from error
     except (aiohttp.ClientError, OSError) as error:
@@ -183,17 +184,33 @@ async def send_request(
     return HttpResponse(response.status, received, response.headers)
 
 
+@contextmanager
+def unquoted_errors() -> Iterator[None]:
+    """Raise errors of aiohttp that quote a response, which may repeat the token of its request, without the quote."""
+    try:
+        yield
+    except aiohttp.ClientHttpProxyError:
+        raise
+    except aiohttp.ServerDisconnectedError:
+        raise aiohttp.ServerDisconnectedError from None
+    except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError):
+        raise aiohttp.ClientPayloadError("the response is cut or no HTTP") from None
+
+
 async def read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
     """The body of a response, without the token of its request; None, without the rest of it, if it has more than ``limit`` bytes.
 
     A server may repeat the token, and what it says is logged and recorded.
     """
     received = bytearray()
-    async for part in response.content.iter_any():
-        received += part
-        if len(received) > limit:
-            return None
-        await asyncio.sleep(0)  # more of it may be parsed already, or wait to be: others come first
+    try:
+        async for part in response.content.iter_any():
+            received += part
+            if len(received) > limit:
+                return None
+            await asyncio.sleep(0)  # more of it may be parsed already, or wait to be: others come first
+    except RuntimeError as error:  # the connection was lost at a malformed chunk while nobody waited for it
+        raise aiohttp.ClientPayloadError("the response is cut or no HTTP") from error
     token = response.request_info.headers.get("Authorization", "").removeprefix("Bearer ").encode()
     body = bytes(received)
     return body if len(token) < SHORTEST_TOKEN else body.replace(token, b"[the key]")

@@ -30,6 +30,7 @@ from vlmrl.utils import open_files
 from vlmrl.utils.http import BUFFER
 from vlmrl.utils.machine_memory import memory_bytes
 from vlmrl.utils.require import require
+from vlmrl.utils.terminal import printable_log
 from vlmrl.utils.threads import LoopThread
 from vlmrl.utils.tokens import bearer_token, is_loopback
 
@@ -48,7 +49,7 @@ FIRST_PORT = 20_000  # of those that free_ports tries: Ray's workers take ports 
 PORT_TRIES = 1000
 _KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
-log = logging.getLogger(__name__)
+log = printable_log(__name__)
 _HTTP_ERRORS = logging.getLogger(f"{__name__}.protocol")  # of aiohttp: requests that are no HTTP, with tracebacks
 _HTTP_ERRORS.setLevel(logging.CRITICAL)
 _OPTIONS: dict[str, Any] = {

@@ -5,6 +5,7 @@ The output of a run may end before the run does: its reader ended, its terminal 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -23,6 +24,21 @@ _CONTROLS = re.compile(r"[^\t\n\x20-\x7e\xa0-\u2029\u202f-\u2065\u206a-\ud7ff\ue
 def printable(text: str) -> str:
     """``text`` with its control characters, but tab and newline, as escapes: ``\\x1b``."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def printable_log(name: str) -> logging.Logger:
+    """A logger whose messages and tracebacks are :func:`printable`: they have texts of servers and clients."""
+    log = logging.getLogger(name)
+    log.addFilter(_printable_record)
+    return log
+
+
+def _printable_record(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), None
+    if record.exc_info:
+        # A formatter takes the text from here.
+        record.exc_text = printable(logging.Formatter().formatException(record.exc_info))
+    return True
 
 
 class Terminal(Console):
