@@ -96,14 +96,24 @@ def _check_own_files(folder: Path) -> None:
 
 
 def _copy(found: Path, source: Path, part: Path) -> None:
-    """Copy the files of the folder ``found`` in ``source``. No link is followed, also if it just replaced a file."""
-    for path in found.rglob("*"):
-        copy = part / path.relative_to(found)
-        if path.is_dir() and not path.is_symlink():
-            copy.mkdir()
-            continue
-        with open_regular(path, source) as file, copy.open("wb") as written:
-            shutil.copyfileobj(file, written)
+    """Copy the files of the folder ``found`` in ``source``. No link is followed, also if it just replaced a file.
+
+    Raises ValueError if the run wrote the folder anew meanwhile, as it does its ``best``: the files would be of two models.
+    """
+    handle = os.open(found, os.O_RDONLY)  # while it is open, no other folder has its inode
+    try:
+        for path in found.rglob("*"):
+            copy = part / path.relative_to(found)
+            if path.is_dir() and not path.is_symlink():
+                copy.mkdir()
+                continue
+            with open_regular(path, source) as file, copy.open("wb") as written:
+                shutil.copyfileobj(file, written)
+        is_same = found.exists() and os.path.samestat(found.stat(), os.fstat(handle))
+    finally:
+        os.close(handle)
+    if not is_same:
+        raise ValueError(f"{found} was replaced while it was copied: export it again.")
 
 
 def _trained_model(checkpoint: Path) -> tuple[Model, LoadedModel]:
