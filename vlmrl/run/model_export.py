@@ -98,7 +98,7 @@ def _check_own_files(folder: Path) -> None:
 def _copy(found: Path, source: Path, part: Path) -> None:
     """Copy the files of the folder ``found`` in ``source``. No link is followed, also if it just replaced a file.
 
-    Raises ValueError if the run wrote the folder anew meanwhile, as it does its ``best``: the files would be of two models.
+    Raises ValueError if the run replaces the folder meanwhile, as it does its ``best``: the files would be of two models.
     """
     handle = os.open(found, os.O_RDONLY)  # while it is open, no other folder has its inode
     try:
