@@ -30,7 +30,7 @@ from mcp_types import (
 )
 
 from vlmrl import McpEnv
-from vlmrl.env import mcp
+from vlmrl.env import mcp, mcp_stdio
 from vlmrl.env.base import resolve_env
 from vlmrl.env.mcp import _content as content_of
 from vlmrl.env.tools import parts_of
@@ -181,6 +181,16 @@ def test_an_error_of_a_server_names_the_file_with_its_stderr():
     assert trajectory.ending == "error"
     log = Path(trajectory.error.rpartition("; the server's stderr is in ")[2])
     assert "no paint today" in log.read_text()
+
+
+@slow
+def test_the_log_has_the_beginning_of_a_long_stderr(tmp_path: Path):
+    log = tmp_path / "server.log"
+    script = "import sys; sys.stderr.write('first' + 'x' * 5_000_000); sys.exit(1)"
+    options = {"server": f'{sys.executable} -c "{script}"', "server_log": str(log)}
+    trajectory = play(Painter, ["done"], options=options, max_env_retries_per_turn=0)
+    assert trajectory.ending == "error"
+    assert log.read_text() == "first".ljust(mcp_stdio.MOST_LOGGED, "x")
 
 
 @pytest.fixture

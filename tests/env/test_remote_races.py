@@ -244,3 +244,30 @@ def test_a_closed_session_counts_until_its_call_has_ended(limit, how, has_plain_
         env.gate.set()
         wait_until(lambda: http.put("/sessions/next", json=START).status_code == 200)
         http.delete("/sessions/next")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_session_counts_until_its_env_is_closed(is_async: bool):
+    class Plain(Held):
+        held = "close"
+
+        def close(self) -> Any:
+            self.hold("close")
+
+    class Async(HeldAsync):
+        held = "close"
+
+        async def close(self) -> Any:
+            await self.wait("close")
+
+    env = Async if is_async else Plain
+    with serving(env) as (server, http, threads):
+        server.max_sessions = 1
+        assert http.put("/sessions/s", json=START).status_code == 200
+        leaving = threads.submit(http.delete, "/sessions/s")
+        assert env.entered.wait(LIMIT)
+        refused = http.put("/sessions/next", json=START)
+        env.gate.set()
+        assert refused.status_code == 500 and "session next cannot start" in refused.text
+        assert leaving.result().status_code == 200
+        wait_until(lambda: http.put("/sessions/next", json=START).status_code == 200)

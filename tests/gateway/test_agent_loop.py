@@ -131,6 +131,19 @@ def test_a_reward_function_that_fails_fails_the_trajectory(tmp_path):
     assert error.endswith("in broken)") and "test_agent_loop.py, line " in error
 
 
+def test_an_async_reward_function_that_blocks_is_given_up_and_holds_up_no_event_loop(tmp_path):
+    release = threading.Event()
+
+    async def blocks(trajectory):
+        assert release.wait(600)
+
+    try:
+        error = play(ask_twice, tmp_path, reward=blocks, env_timeout=0.05).error
+    finally:
+        release.set()
+    assert "no answer in 0.05 s; it blocks the event loop of all async rewards" in error
+
+
 def test_an_agent_that_fails_at_a_budget_is_truncated(tmp_path):
     trajectory = play(ask_twice, tmp_path, max_turns=1, truncated_reward=-1.0)
     assert (trajectory.ending, trajectory.reward, len(trajectory.turns)) == ("max_turns", -1.0, 1)

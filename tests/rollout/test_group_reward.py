@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -152,6 +153,29 @@ def test_one_that_hangs_is_given_up():
     trajectory = make_trajectory()
     asyncio.run(GroupReward(lambda group: threading.Event().wait(), timeout=0.05, tries=2).give([trajectory]))
     assert trajectory.failed and trajectory.error.endswith("no answer in 0.05 s")
+
+
+@pytest.mark.parametrize("how", ["blocks", "goes on when it is cancelled"])
+def test_an_async_one_that_hangs_is_given_up_and_holds_up_no_event_loop(how):
+    release = threading.Event()
+
+    async def hangs(group):
+        if how == "blocks":
+            assert release.wait(600)  # as requests.post() without an answer
+        while not release.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async def give():
+        try:
+            await GroupReward(hangs, timeout=0.05, tries=2).give([trajectory])
+        finally:
+            release.set()
+
+    trajectory = make_trajectory()
+    asyncio.run(give())
+    assert trajectory.failed and "no answer in 0.05 s" in trajectory.error
+    assert ("make it a plain function" in trajectory.error) == (how == "blocks")
 
 
 def test_what_is_no_function_of_a_group_is_refused_at_the_start(tmp_path):

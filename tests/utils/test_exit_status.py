@@ -214,6 +214,41 @@ def test_a_program_ends_if_a_call_of_an_env_waits_for_a_thread_of_its_own_that_h
     assert done.stderr == "vlmrl: the process ends while threads still work: upload\n"
 
 
+WAITS_FOR_PROCESSES = """
+import multiprocessing, time
+from concurrent.futures import ProcessPoolExecutor
+from vlmrl.utils import threads
+
+threads.PROCESS_SECONDS = 0.5
+context = multiprocessing.get_context("fork")
+
+def hangs(ready):
+    ready.set()
+    time.sleep(3600)
+
+def program():
+    ready = context.Manager().Event()
+    if USES_A_POOL:
+        pool = ProcessPoolExecutor(2, context)
+        pool.submit(hangs, ready)
+        print(pool.submit(int).result())
+    else:
+        context.Process(target=hangs, args=(ready,)).start()
+        print(0)
+    ready.wait()
+
+with threads.keeping_exit_status():
+    program()
+"""
+
+
+@pytest.mark.parametrize("uses_a_pool", [False, True])
+def test_a_program_ends_if_processes_that_its_envs_have_started_hang(uses_a_pool: bool):
+    done = ended(WAITS_FOR_PROCESSES.replace("USES_A_POOL", str(uses_a_pool)))
+    assert (done.returncode, done.stdout) == (0, "0\n")
+    assert "vlmrl: the program ends, and so do processes that it has started: " in done.stderr
+
+
 INTERRUPTED = """
 import asyncio, signal
 from vlmrl.run.stopping import ended_as_by_ctrl_c

@@ -56,7 +56,8 @@ class McpEnv(ToolEnv):
     per episode, which inherits few environment variables). Each env has its own session from ``reset`` to ``close``. The model reads
     the errors that a tool reports, and which of its images cannot be decoded. A server that fails is an env error.
 
-    ``server_log`` is the file to which the processes' stderr is appended; by default a temporary file, which errors name.
+    ``server_log`` is the file to which the first MiB of each process's stderr is appended; by default a temporary file, which errors
+    name.
     """
 
     allowed: ClassVar[Collection[str] | None] = None
@@ -151,7 +152,7 @@ class McpEnv(ToolEnv):
             return
         self.server_log = self.server_log or _default_log()
         connection = _guarded(connection, self._mark)
-        with self.server_log.open("a") as log:
+        with self.server_log.open("ab", buffering=0) as log:
             try:
                 async with mcp.Client(open_stdio(connection, log, self._refuses)) as client:
                     yield client

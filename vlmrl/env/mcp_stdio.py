@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from subprocess import PIPE
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from vlmrl.env.json_size import JsonSize
 from vlmrl.utils.require import import_extra
@@ -23,14 +23,16 @@ from vlmrl.utils.require import import_extra
 READ_BYTES = 65536
 LONG_TEXT = 2**20  # bytes of a message
 MAX_WAITING = 100  # requests of a server that wait for their answers: the client has a task for each
+MOST_LOGGED = 2**20  # bytes of a command's stderr, which a tool may write without end
+LOG_SECONDS = 1.0  # for the last of it to arrive when the command has ended
 STOP_SECONDS = 2.0  # for a command to end after its input has, and again after SIGTERM
 
 
 @asynccontextmanager
 async def open_stdio(
-    parameters: Any, log: TextIO, refuses: Callable[[JsonSize], bool]
+    parameters: Any, log: BinaryIO, refuses: Callable[[JsonSize], bool]
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """The two streams of a session with the command of ``StdioServerParameters``, whose stderr goes to ``log``.
+    """The two streams of a session with the command of ``StdioServerParameters``, the beginning of whose stderr goes to ``log``.
 
     The session's connection ends with the command, and with a message whose size ``refuses`` is true for.
     """
@@ -41,7 +43,7 @@ async def open_stdio(
         *parameters.args,
         stdin=PIPE,
         stdout=PIPE,
-        stderr=log,
+        stderr=PIPE,
         cwd=parameters.cwd,
         env=stdio.get_default_environment() | (parameters.env or {}),
         start_new_session=True,
@@ -53,6 +55,7 @@ async def open_stdio(
         asyncio.create_task(_read(process.stdout, received, refuses, waiting)),
         asyncio.create_task(_write(process.stdin, sent, received, waiting)),
     ]
+    logging = asyncio.create_task(_copy(process.stderr, log))
     try:
         yield for_session, from_session
     finally:
@@ -64,8 +67,19 @@ async def open_stdio(
                 for stream in (received, for_session, from_session, sent):
                     stream.close()
                 await _stop(process)
+                await asyncio.wait({logging}, timeout=LOG_SECONDS)
         finally:
+            logging.cancel()
             process._transport.close()  # type: ignore[attr-defined]  # what has inherited the pipes may keep them open
+
+
+async def _copy(stderr: Any, log: BinaryIO) -> None:
+    """Append the first MOST_LOGGED bytes of ``stderr`` to ``log``, and read the rest."""
+    left = MOST_LOGGED
+    while part := await stderr.read(READ_BYTES):
+        with contextlib.suppress(OSError):  # a full disk: the log is not worth the episode
+            log.write(part[:left])
+        left = max(0, left - len(part))
 
 
 async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool], waiting: asyncio.Semaphore) -> None:

@@ -17,8 +17,9 @@ from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.multimodal.images import copy_on_write
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.multimodal.store import MediaStore
+from vlmrl.rollout.group_reward import REWARDS, no_answer_in
 from vlmrl.types import Task, Trajectory
-from vlmrl.utils.threads import DaemonPool, await_user_code
+from vlmrl.utils.threads import DaemonPool
 from vlmrl.utils.users_line import describe_error
 from vlmrl.utils.work_pool import cpu_pool
 
@@ -99,10 +100,10 @@ class AgentLoop:
             async with asyncio.timeout(self.config.env_timeout):
                 reward = await thread.run(function, trajectory)
                 if inspect.isawaitable(reward):
-                    reward = await await_user_code(reward)
+                    reward = await REWARDS.run(reward)
         except Exception as error:
-            late = isinstance(error, TimeoutError)
-            what = f"no answer in {self.config.env_timeout:g} s" if late else describe_error(error)
+            is_late = isinstance(error, TimeoutError)
+            what = await no_answer_in(self.config.env_timeout) if is_late else describe_error(error)
             raise AgentError(f"reward {name_of(function)}: {what}") from error
         finally:
             thread.close()

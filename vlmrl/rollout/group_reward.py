@@ -5,13 +5,14 @@
         return [float(length == min(lengths)) for length in lengths]
 
 It is called for each complete group, before filters and advantages. Its numbers are added to the trajectories' own rewards (to
-replace them, let the env give 0). It gets copies of the trajectories, so that it may sort or drop their turns. It may be ``async``; a
-plain function runs in a thread of its own.
+replace them, let the env give 0). It gets copies of the trajectories, so that it may sort or drop their turns. A plain function runs
+in a thread of its own, an ``async`` one in the event loop of all such rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -22,8 +23,13 @@ from typing import Any
 from vlmrl.config import Config, name_of
 from vlmrl.config.code import resolve_function
 from vlmrl.types import Trajectory
-from vlmrl.utils.threads import DaemonPool, await_user_code
+from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.user_loop import UserLoop
 from vlmrl.utils.users_line import describe_error
+
+REWARDS = UserLoop("rewards")
+"""Runs the coroutines of all rewards of groups and of agents' trajectories: one that blocks its loop holds up no episode."""
+atexit.register(REWARDS.close)
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,8 @@ class GroupReward:
                     rewards = await self._call([replace(each, turns=list(each.turns)) for each in group])
                 break
             except Exception as error:
-                timed_out = isinstance(error, TimeoutError)
-                reason = f"no answer in {self.timeout:g} s" if timed_out else describe_error(error)
+                is_late = isinstance(error, TimeoutError)
+                reason = await no_answer_in(self.timeout) if is_late else describe_error(error)
                 if number == self.tries:
                     return _fail(group, f"group_reward {self.name}: {reason}")
         for trajectory, reward in zip(group, self._checked(rewards, group), strict=True):
@@ -59,7 +65,7 @@ class GroupReward:
 
     async def _call(self, group: list[Trajectory]) -> Any:
         if inspect.iscoroutinefunction(self.function):
-            return await await_user_code(self.function(group))
+            return await REWARDS.run(self.function(group))
         thread = DaemonPool("group-reward")
         try:
             return await thread.run(self.function, group)
@@ -75,6 +81,13 @@ class GroupReward:
                 f"{group[0].group_id}), but it returned {rewards!r:.200}."
             )
         return [float(number) for number in numbers]
+
+
+async def no_answer_in(seconds: float) -> str:
+    """Why a reward function that was too late gave no reward."""
+    is_blocked = await REWARDS.replace_if_blocked()
+    hint = "; it blocks the event loop of all async rewards: make it a plain function, not an async one"
+    return f"no answer in {seconds:g} s" + hint * is_blocked
 
 
 def _add_reward(trajectory: Trajectory, reward: float) -> None:

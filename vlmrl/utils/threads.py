@@ -15,6 +15,7 @@ import asyncio
 import atexit
 import contextlib
 import inspect
+import multiprocessing
 import os
 import queue
 import sys
@@ -32,6 +33,7 @@ T = TypeVar("T")
 
 GRACE_SECONDS = 2.0  # at the end of a program, for threads that compute
 END_SECONDS = 10.0  # for the cancelled tasks of a loop to end, and for threads that are no daemons if a call hangs
+PROCESS_SECONDS = 60.0  # at the end of a program, for processes that are no daemons: one may upload something
 OUT_OF_A_LOOP = (SystemExit, KeyboardInterrupt, IndexError)
 """What ends a loop: tasks that call `exit()`, as a policy's code does, and nest_asyncio, which takes callbacks that were counted."""
 _BUSY: set[threading.Thread] = set()
@@ -301,6 +303,23 @@ def keeping_exit_status() -> Iterator[None]:
     finally:
         if _BUSY:  # to be called before Python waits for the threads of pools, of which one may hang
             threading._register_atexit(_end_without_finalization, status)  # type: ignore[attr-defined]
+        if multiprocessing.active_children():
+            threading._register_atexit(_limit_processes)  # type: ignore[attr-defined]
+
+
+def _limit_processes() -> None:
+    """Called when the program ends: Python waits for processes that a user's code has started and that are no daemons."""
+
+    def kill() -> None:
+        time.sleep(PROCESS_SECONDS)
+        left = [each for each in multiprocessing.active_children() if not each.daemon]
+        for process in left:
+            process.kill()
+        if names := ", ".join(each.name for each in left):
+            with contextlib.suppress(Exception):
+                print(f"vlmrl: the program ends, and so do processes that it has started: {names}", file=sys.stderr)
+
+    threading.Thread(target=kill, daemon=True).start()
 
 
 def _end_without_finalization(status: int) -> None:

@@ -106,7 +106,9 @@ class EnvServer:
         self.max_bytes = memory_bytes() // 4  # of the tasks of the open sessions, with their images decoded
         self.sessions: dict[str, _OpenSession] = {}
         self._starting: set[str] = set()  # names of sessions whose tasks are being read
-        self._outlived: dict[Future[Any], int] = {}  # by threads whose call goes on: the sizes of their closed sessions
+        self._outlived: dict[
+            Future[Any], int
+        ] = {}  # the sizes of closed sessions, until their env and its thread are free
 
     async def start(self, name: str, content: bytes) -> bytes:
         """Build the env of the task in the body of a request, and reset it."""
@@ -182,7 +184,7 @@ class EnvServer:
             await opened.session.abandon()
             self._count_until_free(opened)
         elif opened is not None:
-            await opened.session.close()
+            await self._close(opened)
         return _dump({})
 
     async def health(self) -> bytes:
@@ -239,12 +241,21 @@ class EnvServer:
             raise RuntimeError(f"session {name} was closed.") from None
         except Exception:
             self.sessions.pop(name, None)
-            await opened.session.close()
-            self._count_until_free(opened)
+            await self._close(opened)
             raise
         finally:
             opened.call = None
             opened.last_used = time.monotonic()
+
+    async def _close(self, opened: _OpenSession) -> None:
+        """Close a session whose call has ended. It counts until then."""
+        closing: Future[None] = Future()
+        self._outlived[closing] = opened.size
+        try:
+            await opened.session.close()
+        finally:
+            closing.set_result(None)
+            self._count_until_free(opened)
 
     def _count_until_free(self, closed: _OpenSession) -> None:
         """Count a closed session until its thread is free: a call that its client left, or that was too late, goes on."""
