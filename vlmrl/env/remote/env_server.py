@@ -106,9 +106,8 @@ class EnvServer:
         self.max_bytes = memory_bytes() // 4  # of the tasks of the open sessions, with their images decoded
         self.sessions: dict[str, _OpenSession] = {}
         self._starting: set[str] = set()  # names of sessions whose tasks are being read
-        self._outlived: dict[
-            Future[Any], int
-        ] = {}  # the sizes of closed sessions, until their env and its thread are free
+        # The sizes of closed sessions, until their env is closed and its thread free.
+        self._outlived: dict[Future[Any], int] = {}
 
     async def start(self, name: str, content: bytes) -> bytes:
         """Build the env of the task in the body of a request, and reset it."""
