@@ -624,3 +624,26 @@ def test_rows_that_an_earlier_version_read_are_read_again(tmp_path, monkeypatch)
         earlier.setitem(text_rows._READERS, "csv", lambda path: iter([{"prompt": "q", "answer": "7"}]))
         assert load_rows(str(path), "train").column("answer") == ["7"]
     assert load_rows(str(path), "train").column("answer") == ["007"]
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_the_value_of_a_class_label_is_the_name_of_the_class(tmp_path, form):
+    """As "answer" is in MMLU: the right letter earned nothing where its number was the answer."""
+    letter = hf.ClassLabel(names=["A", "B", "C", "D"])
+    features = hf.Features(
+        {"prompt": hf.Value("string"), "answer": letter, "of": hf.List(letter), "in": {"it": letter}}
+    )
+    rows = [
+        {"prompt": "q", "answer": 1, "of": [3, 0], "in": {"it": 2}},
+        {"prompt": "q", "answer": -1, "of": [-1, 1], "in": None},  # -1: no class
+    ]
+    dataset = hf.Dataset.from_list(rows, features=features)
+    path = tmp_path / "rows.parquet" if form == "parquet" else tmp_path / "rows"
+    dataset.to_parquet(path) if form == "parquet" else dataset.save_to_disk(path)
+    loaded = load_rows(str(path), "train")
+    assert loaded.column("answer") == ["B", None]
+    expected = [
+        {"prompt": "q", "answer": "B", "of": ["D", "A"], "in": {"it": "C"}},
+        {"prompt": "q", "answer": None, "of": [None, "B"], "in": None},
+    ]
+    assert list(loaded) == [loaded[0], loaded[1]] == loaded.take([0, 1]) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets as hf
@@ -103,6 +103,8 @@ def nested_field(row: dict[str, Any], name: str) -> Any:
 def _undecoded(feature: Any) -> Any:
     if feature == JSON or type(feature).__name__ == "Json":  # older versions of datasets have none
         return ExactJson()
+    if isinstance(feature, hf.ClassLabel):
+        return _ClassName(tuple(feature.names))
     if hasattr(feature, "decode"):  # decoding a PDF, too, opens what its row names
         return replace(feature, decode=False)
     if isinstance(feature, dict):
@@ -112,3 +114,13 @@ def _undecoded(feature: Any) -> Any:
     if isinstance(feature, hf.LargeList):
         return hf.LargeList(_undecoded(feature.feature))
     return feature
+
+
+@dataclass(frozen=True)
+class _ClassName:
+    """Decodes the number of a class to its name: "B" of the classes A to D, not 1. Its number -1 stands for no class."""
+
+    names: tuple[str, ...]
+
+    def decode_example(self, number: int | None, token_per_repo_id: Any = None) -> str | None:
+        return None if number is None or number < 0 else self.names[number]

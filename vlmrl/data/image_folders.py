@@ -51,13 +51,10 @@ def load_image_folder(folder: Path, split: str) -> hf.Dataset:
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a folder of images: {error}") from error
     if "image" in dataset.column_names:
         dataset = dataset.rename_column("image", "images")
-    label = dataset.features.get("label")
-    if isinstance(label, hf.ClassLabel):
-        numbers = dataset["label"]
-        dataset = dataset.remove_columns("label")
+    if isinstance(dataset.features.get("label"), hf.ClassLabel):
         # None: only another split has folders of classes.
-        if None not in numbers:
-            dataset = dataset.add_column("answer", [label.names[number] for number in numbers])
+        is_named = None not in dataset["label"]
+        dataset = dataset.rename_column("label", "answer") if is_named else dataset.remove_columns("label")
     return dataset
 
 
