@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -176,6 +177,41 @@ def test_an_async_one_that_hangs_is_given_up_and_holds_up_no_event_loop(how):
     asyncio.run(give())
     assert trajectory.failed and "no answer in 0.05 s" in trajectory.error
     assert ("make it a plain function" in trajectory.error) == (how == "blocks")
+
+
+def test_the_time_of_an_async_one_begins_when_it_is_called():
+    """Those that block the loop with some computing take turns: together they may take longer than one may."""
+
+    async def computes(group):
+        time.sleep(0.5)
+        return [1.0]
+
+    async def give():
+        await asyncio.gather(*(GroupReward(computes, timeout=2.0, tries=1).give([each]) for each in trajectories))
+
+    trajectories = [make_trajectory() for _ in range(6)]
+    asyncio.run(give())
+    assert [each.group_reward for each in trajectories] == [1.0] * 6
+
+
+def test_an_async_one_behind_one_that_blocks_is_called_in_another_loop():
+    release = threading.Event()
+
+    async def rewards(group):
+        if group[0].id == "blocks":
+            assert release.wait(600)
+        return [1.0]
+
+    async def give():
+        try:
+            reward = GroupReward(rewards, timeout=1.0, tries=1)
+            await asyncio.gather(*(reward.give([each]) for each in trajectories))
+        finally:
+            release.set()
+
+    trajectories = [make_trajectory(id="blocks"), make_trajectory(id="waits")]
+    asyncio.run(give())
+    assert trajectories[0].failed and trajectories[1].group_reward == 1.0
 
 
 def test_what_is_no_function_of_a_group_is_refused_at_the_start(tmp_path):

@@ -17,9 +17,9 @@ from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.multimodal.images import copy_on_write
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.rollout.group_reward import REWARDS, no_answer_in
 from vlmrl.types import Task, Trajectory
 from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.user_loop import REWARDS
 from vlmrl.utils.users_line import describe_error
 from vlmrl.utils.work_pool import cpu_pool
 
@@ -99,11 +99,12 @@ class AgentLoop:
         try:
             async with asyncio.timeout(self.config.env_timeout):
                 reward = await thread.run(function, trajectory)
-                if inspect.isawaitable(reward):
-                    reward = await REWARDS.run(reward)
+            if inspect.isawaitable(reward):
+                reward = await REWARDS.run_within(self.config.env_timeout, reward)
         except Exception as error:
-            is_late = isinstance(error, TimeoutError)
-            what = await no_answer_in(self.config.env_timeout) if is_late else describe_error(error)
+            what = describe_error(error)
+            if isinstance(error, TimeoutError):
+                what = str(error) or f"no answer in {self.config.env_timeout:g} s"
             raise AgentError(f"reward {name_of(function)}: {what}") from error
         finally:
             thread.close()

@@ -6,13 +6,12 @@
 
 It is called for each complete group, before filters and advantages. Its numbers are added to the trajectories' own rewards (to
 replace them, let the env give 0). It gets copies of the trajectories, so that it may sort or drop their turns. A plain function runs
-in a thread of its own, an ``async`` one in the event loop of all such rewards.
+in a thread of its own, an ``async`` one in the event loop of all async rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -24,12 +23,8 @@ from vlmrl.config import Config, name_of
 from vlmrl.config.code import resolve_function
 from vlmrl.types import Trajectory
 from vlmrl.utils.threads import DaemonPool
-from vlmrl.utils.user_loop import UserLoop
+from vlmrl.utils.user_loop import REWARDS
 from vlmrl.utils.users_line import describe_error
-
-REWARDS = UserLoop("rewards")
-"""Runs the coroutines of all rewards of groups and of agents' trajectories: one that blocks its loop holds up no episode."""
-atexit.register(REWARDS.close)
 
 
 @dataclass(frozen=True)
@@ -52,12 +47,12 @@ class GroupReward:
         """
         for number in range(1, self.tries + 1):
             try:
-                async with asyncio.timeout(self.timeout):
-                    rewards = await self._call([replace(each, turns=list(each.turns)) for each in group])
+                rewards = await self._call([replace(each, turns=list(each.turns)) for each in group])
                 break
             except Exception as error:
-                is_late = isinstance(error, TimeoutError)
-                reason = await no_answer_in(self.timeout) if is_late else describe_error(error)
+                reason = describe_error(error)
+                if isinstance(error, TimeoutError):
+                    reason = str(error) or f"no answer in {self.timeout:g} s"
                 if number == self.tries:
                     return _fail(group, f"group_reward {self.name}: {reason}")
         for trajectory, reward in zip(group, self._checked(rewards, group), strict=True):
@@ -65,10 +60,11 @@ class GroupReward:
 
     async def _call(self, group: list[Trajectory]) -> Any:
         if inspect.iscoroutinefunction(self.function):
-            return await REWARDS.run(self.function(group))
+            return await REWARDS.run_within(self.timeout, self.function(group))
         thread = DaemonPool("group-reward")
         try:
-            return await thread.run(self.function, group)
+            async with asyncio.timeout(self.timeout):
+                return await thread.run(self.function, group)
         finally:
             thread.close()
 
@@ -81,13 +77,6 @@ class GroupReward:
                 f"{group[0].group_id}), but it returned {rewards!r:.200}."
             )
         return [float(number) for number in numbers]
-
-
-async def no_answer_in(seconds: float) -> str:
-    """Why a reward function that was too late gave no reward."""
-    is_blocked = await REWARDS.replace_if_blocked()
-    hint = "; it blocks the event loop of all async rewards: make it a plain function, not an async one"
-    return f"no answer in {seconds:g} s" + hint * is_blocked
 
 
 def _add_reward(trajectory: Trajectory, reward: float) -> None:

@@ -1,10 +1,12 @@
-"""The event loops of users' coroutines: of all async agents, and of all async envs."""
+"""The event loops of users' coroutines: of all async agents, of all async envs, and of all async rewards."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Awaitable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -43,6 +45,40 @@ class UserLoop:
                 loop.call_soon_threadsafe(close_unawaited, awaitable)
             raise
 
+    async def run_within(self, seconds: float, awaitable: Awaitable[T]) -> T:
+        """Await ``awaitable`` in the current loop. Its time begins when the loop comes to it, after others that block the loop.
+
+        Raises TimeoutError.
+        """
+        outcome: Future[T] = Future()
+        call, answered = await self._begin(seconds, awaitable, outcome), asyncio.wrap_future(outcome)
+        try:
+            await asyncio.wait({answered}, timeout=seconds)
+            if outcome.done():
+                return await answered
+            hint = f"; it blocks the event loop of all async {self._name}: make it a plain function, not an async one"
+            raise TimeoutError(f"no answer in {seconds:g} s{hint * await self.replace_if_blocked()}")
+        finally:
+            call.cancel()
+            answered.cancel()
+
+    async def _begin(self, seconds: float, awaitable: Awaitable[T], outcome: Future[T]) -> asyncio.Future[None]:
+        """The call of ``awaitable`` when it has begun: in another loop if the first one stays blocked."""
+        while True:
+            thread, began = self.current(), Future[None]()
+            call = asyncio.ensure_future(self.run(_report(awaitable, began, outcome), thread))
+            try:
+                while not began.done():
+                    await asyncio.wait({asyncio.wrap_future(began)}, timeout=seconds)
+                    is_blocked = not began.done() and (thread is not self._thread or await self.replace_if_blocked())
+                    if is_blocked and began.cancel():
+                        break
+                else:
+                    return call
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+
     def current(self) -> LoopThread:
         with self._lock:
             if self._thread is None or self._thread.loop.is_closed():
@@ -78,8 +114,27 @@ async def _abandonable(awaitable: Awaitable[T]) -> T:
     return await abandonable(_awaited(awaitable))
 
 
+async def _report(value: Awaitable[T], began: Future[None], outcome: Future[T]) -> None:
+    """Await ``value``, unless ``began`` is cancelled: another loop awaits it then.
+
+    A task's own result would arrive only after all coroutines that the loop has begun with it. Of a late one, nobody reads it.
+    """
+    if not began.set_running_or_notify_cancel():
+        return
+    began.set_result(None)
+    try:
+        outcome.set_result(await await_user_code(value))
+    except BaseException as error:
+        outcome.set_exception(as_error(error))
+
+
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
     try:
         return await await_user_code(awaitable)
     except KeyboardInterrupt as error:
         raise as_error(error) from error
+
+
+REWARDS = UserLoop("rewards")
+"""Of the rewards of groups and of agents' trajectories."""
+atexit.register(REWARDS.close)
