@@ -219,7 +219,7 @@ import multiprocessing, time
 from concurrent.futures import ProcessPoolExecutor
 from vlmrl.utils import threads
 
-threads.PROCESS_SECONDS = 0.5
+threads.END_SECONDS = threads.PROCESS_SECONDS = 0.5
 context = multiprocessing.get_context("fork")
 
 def hangs(ready):
@@ -246,7 +246,7 @@ with threads.keeping_exit_status():
 def test_a_program_ends_if_processes_that_its_envs_have_started_hang(uses_a_pool: bool):
     done = ended(WAITS_FOR_PROCESSES.replace("USES_A_POOL", str(uses_a_pool)))
     assert (done.returncode, done.stdout) == (0, "0\n")
-    assert "vlmrl: the program ends, and so do processes that it has started: " in done.stderr
+    assert "vlmrl: the program waits for processes that it has started (" in done.stderr
 
 
 INTERRUPTED = """

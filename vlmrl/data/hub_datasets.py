@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets as hf
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from vlmrl.config.code import places
 from vlmrl.data.image_folders import METADATA_FILES, load_listed_images
@@ -16,7 +17,7 @@ from vlmrl.data.parquet_types import check_same_kinds
 from vlmrl.data.split_files import base_split, rows_of_split
 from vlmrl.data.text_rows import load_texts, reader_errors
 
-CHANGED = ("csv", "json", "imagefolder", "webdataset")
+CHANGED_IN_CACHE = ("csv", "json", "imagefolder", "webdataset")
 """Forms of datasets in whose cache `datasets` keeps other values than their files have."""
 
 
@@ -25,9 +26,8 @@ def load_from_hub(path: str, split: str) -> hf.Dataset:
     try:
         builder = hf.load_dataset_builder(path)
         # Where the hub is out of reach, it is that of the cache of `datasets`.
-        if type(builder).__name__ == "Cache" and builder.info.builder_name in CHANGED:
-            files_of = {"repo_type": "dataset", "revision": builder.hash, "local_files_only": True}
-            return load_from_hub(snapshot_download(path, **files_of), split)
+        if type(builder).__name__ == "Cache" and builder.info.builder_name in CHANGED_IN_CACHE:
+            return load_from_hub(_downloaded(path, builder.hash), split)
         own = builder.config.data_files or {}
         names = {kind.__name__ for kind in type(builder).__mro__}
         if "WebDataset" in names and not _declares_types(path, builder):
@@ -81,6 +81,17 @@ def _types_of_samples(path: str, split: str) -> hf.Features | None:
     types = hf.load_dataset(path, split=base_split(split), streaming=True).features
     exact = {name: hf.Json() for name in types if name.rpartition(".")[2] == "json"}
     return hf.Features({**types, **exact}) if exact else None
+
+
+def _downloaded(path: str, commit: str) -> str:
+    """The folder with the files of a dataset that were downloaded earlier. Raises ValueError if there is none."""
+    try:
+        return snapshot_download(path, repo_type="dataset", revision=commit, local_files_only=True)
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"data.path {path!r} must be in the cache of the hub where the hub is out of reach, and it is only in that of `datasets`, "
+            f"which has other values than the files: run `hf download --repo-type dataset {path}` where the hub is in reach."
+        ) from error
 
 
 def _declares_types(path: str, builder: hf.DatasetBuilder) -> bool:

@@ -56,8 +56,8 @@ class McpEnv(ToolEnv):
     per episode, which inherits few environment variables). Each env has its own session from ``reset`` to ``close``. The model reads
     the errors that a tool reports, and which of its images cannot be decoded. A server that fails is an env error.
 
-    ``server_log`` is the file to which the first MiB of each process's stderr is appended; by default a temporary file, which errors
-    name.
+    ``server_log`` is the file to which each process's stderr is appended (of a long one, the first MiB and the end); by default a
+    temporary file, which errors name.
     """
 
     allowed: ClassVar[Collection[str] | None] = None

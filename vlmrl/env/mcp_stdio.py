@@ -23,7 +23,7 @@ from vlmrl.utils.require import import_extra
 READ_BYTES = 65536
 LONG_TEXT = 2**20  # bytes of a message
 MAX_WAITING = 100  # requests of a server that wait for their answers: the client has a task for each
-MOST_LOGGED = 2**20  # bytes of a command's stderr, which a tool may write without end
+MOST_LOGGED = 2**20  # bytes of the beginning of a command's stderr, which a tool may write without end
 LOG_SECONDS = 1.0  # for the last of it to arrive when the command has ended
 STOP_SECONDS = 2.0  # for a command to end after its input has, and again after SIGTERM
 
@@ -32,7 +32,7 @@ STOP_SECONDS = 2.0  # for a command to end after its input has, and again after 
 async def open_stdio(
     parameters: Any, log: BinaryIO, refuses: Callable[[JsonSize], bool]
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """The two streams of a session with the command of ``StdioServerParameters``, the beginning of whose stderr goes to ``log``.
+    """The two streams of a session with the command of ``StdioServerParameters``, the beginning and end of whose stderr go to ``log``.
 
     The session's connection ends with the command, and with a message whose size ``refuses`` is true for.
     """
@@ -55,7 +55,7 @@ async def open_stdio(
         asyncio.create_task(_read(process.stdout, received, refuses, waiting)),
         asyncio.create_task(_write(process.stdin, sent, received, waiting)),
     ]
-    logging = asyncio.create_task(_copy(process.stderr, log))
+    copying = asyncio.create_task(_append(process.stderr, log))
     try:
         yield for_session, from_session
     finally:
@@ -67,19 +67,26 @@ async def open_stdio(
                 for stream in (received, for_session, from_session, sent):
                     stream.close()
                 await _stop(process)
-                await asyncio.wait({logging}, timeout=LOG_SECONDS)
+                await asyncio.wait({copying}, timeout=LOG_SECONDS)
         finally:
-            logging.cancel()
+            copying.cancel()
             process._transport.close()  # type: ignore[attr-defined]  # what has inherited the pipes may keep them open
 
 
-async def _copy(stderr: Any, log: BinaryIO) -> None:
-    """Append the first MOST_LOGGED bytes of ``stderr`` to ``log``, and read the rest."""
-    left = MOST_LOGGED
-    while part := await stderr.read(READ_BYTES):
+async def _append(stderr: Any, log: BinaryIO) -> None:
+    """Append the first MOST_LOGGED bytes of ``stderr`` to ``log``, and at its end the last READ_BYTES or so of the rest."""
+
+    def write(part: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk: the log is not worth the episode
-            log.write(part[:left])
+            log.write(part)
+
+    left, last = MOST_LOGGED, b""
+    while part := await stderr.read(READ_BYTES):
+        write(part[:left])
+        last = (last + part[left:])[-READ_BYTES:]
         left = max(0, left - len(part))
+    if last:
+        write(b"\n[...]\n" + last)
 
 
 async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool], waiting: asyncio.Semaphore) -> None:

@@ -106,7 +106,7 @@ class AgentEpisode:
     async def count_tokens(self, request: ChatRequest) -> int:
         """The tokens of the prompt that :meth:`complete` would make of a request.
 
-        Raises ChatError: it has more than ``rollout.max_tokens``, or cannot be rendered (400).
+        Raises ChatError: what is new in it has more than ``rollout.max_tokens``, or it cannot be rendered (400).
         """
         try:
             messages, _ = await self._load(request.messages)
@@ -170,8 +170,8 @@ class AgentEpisode:
         self._engine_ids.release()
         sampled, order = len(self.recorder.turns), self.recorder.ordered()
         self.trajectory.turns = self.recorder.selected(order)
-        shown = [turn.received.tools for turn in self.trajectory.turns if turn.received is not None]
-        self.trajectory.tools = (shown and shown[-1]) or []
+        shown = [turn.received.tools or [] for turn in self.trajectory.turns if turn.received is not None]
+        self.trajectory.tools = shown[-1] if shown else []
         self.recorder.left_out.clear()
         self.trajectory.metrics |= self._metrics(sampled)
         self._places.clear()

@@ -109,11 +109,18 @@ def _copy(found: Path, source: Path, part: Path) -> None:
                 continue
             with open_regular(path, source) as file, copy.open("wb") as written:
                 shutil.copyfileobj(file, written)
-        is_same = found.exists() and os.path.samestat(found.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        _check_is_same(found, handle)
+        raise
+    else:
+        _check_is_same(found, handle)
     finally:
         os.close(handle)
-    if not is_same:
-        raise ValueError(f"{found} was replaced while it was copied: export it again.")
+
+
+def _check_is_same(folder: Path, handle: int) -> None:
+    if not (folder.exists() and os.path.samestat(folder.stat(), os.fstat(handle))):
+        raise ValueError(f"{folder} was replaced while it was copied: export it again.")
 
 
 def _trained_model(checkpoint: Path) -> tuple[Model, LoadedModel]:

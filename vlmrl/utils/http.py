@@ -210,7 +210,7 @@ async def read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | 
                 return None
             await asyncio.sleep(0)  # more of it may be parsed already, or wait to be: others come first
     except RuntimeError as error:  # the connection was lost at a malformed chunk while nobody waited for it
-        raise aiohttp.ClientPayloadError("the response is cut or no HTTP") from error
+        raise aiohttp.ClientConnectionError(f"the connection was lost: {error}") from error
     token = response.request_info.headers.get("Authorization", "").removeprefix("Bearer ").encode()
     body = bytes(received)
     return body if len(token) < SHORTEST_TOKEN else body.replace(token, b"[the key]")

@@ -27,17 +27,22 @@ def printable(text: str) -> str:
 
 
 def printable_log(name: str) -> logging.Logger:
-    """A logger whose messages and tracebacks are :func:`printable`: they have texts of servers and clients."""
+    """A logger whose arguments and tracebacks are :func:`printable`: they have texts of servers and clients."""
     log = logging.getLogger(name)
     log.addFilter(_printable_record)
     return log
 
 
 def _printable_record(record: logging.LogRecord) -> bool:
-    record.msg, record.args = printable(record.getMessage()), None
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            printable(str(each)) if isinstance(each, str | BaseException) else each for each in record.args
+        )
     if record.exc_info:
-        # A formatter takes the text from here.
-        record.exc_text = printable(logging.Formatter().formatException(record.exc_info))
+        shown = logging.Formatter().formatException(record.exc_info)
+        if (safe := printable(shown)) != shown:
+            # Formatters take the text from here.
+            record.exc_text = safe
     return True
 
 

@@ -310,14 +310,18 @@ def keeping_exit_status() -> Iterator[None]:
 def _limit_processes() -> None:
     """Called when the program ends: Python waits for processes that a user's code has started and that are no daemons."""
 
+    def left() -> list[Any]:
+        return [each for each in multiprocessing.active_children() if not each.daemon]
+
     def kill() -> None:
-        time.sleep(PROCESS_SECONDS)
-        left = [each for each in multiprocessing.active_children() if not each.daemon]
-        for process in left:
-            process.kill()
-        if names := ", ".join(each.name for each in left):
+        time.sleep(END_SECONDS)
+        if names := ", ".join(each.name for each in left()):
             with contextlib.suppress(Exception):
-                print(f"vlmrl: the program ends, and so do processes that it has started: {names}", file=sys.stderr)
+                limit = f"it kills them in {PROCESS_SECONDS:g} s"
+                print(f"vlmrl: the program waits for processes that it has started ({names}); {limit}", file=sys.stderr)
+        time.sleep(PROCESS_SECONDS)
+        for process in left():
+            process.kill()
 
     threading.Thread(target=kill, daemon=True).start()
 

@@ -133,7 +133,7 @@ class EnvServer:
         if name in self.sessions or len(sizes) >= self.max_sessions:
             raise RuntimeError(
                 f"session {name} cannot start: it exists already, or there are {self.max_sessions} sessions (--max-sessions), with "
-                "those that are closed and whose call goes on."
+                "closed ones whose call or close goes on."
             )
         if sum(sizes) + new.size > self.max_bytes:
             raise RuntimeError(
