@@ -70,7 +70,7 @@ class UserLoop:
             try:
                 while not began.done():
                     await asyncio.wait({asyncio.wrap_future(began)}, timeout=seconds)
-                    is_blocked = not began.done() and (thread is not self._thread or await self.replace_if_blocked())
+                    is_blocked = not began.done() and (thread is not self.current() or await self.replace_if_blocked())
                     if is_blocked and began.cancel():
                         break
                 else:
