@@ -12,7 +12,7 @@ examples/geo3k_vlm_multi_turn/run_geo3k_vlm_multi_turn.py): 64 problems x 8 epis
 with weight decay 0.1, clip 0.2 to 0.28, no KL, 4096 tokens after the prompt, on four GPUs. Three turns are those of SkyRL's run
 in github.com/NovaSky-AI/SkyRL, examples/train/geometry3k. Both grade answers differently, so curves differ.
 
-Memory, computed by `vlmrl plan recipes/geo3k.py --gpu h100-80gb`: 44 GiB in training, 36 GiB with `--optim.offload`; in the
+Memory, computed by `vlmrl plan recipes/geo3k.py --gpu h100-80gb`: 44 GiB in training, 28 GiB with `--optim.offload`; in the
 rollout the KV cache takes what is left. No full run of this recipe has been measured yet.
 
 Any other Qwen-VL: `--model.path Qwen/Qwen2.5-VL-3B-Instruct --model.chat-template chatml` (Qwen2.5-VL's own template does not

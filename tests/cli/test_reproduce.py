@@ -70,6 +70,8 @@ def test_a_short_recipe_is_reproduced_once(folder, monkeypatch, capfd):
         (["--name=x"], "--name must be left to vlmrl reproduce"),
         (["--no-save-model", "--data.path", "x.jsonl"], "save_model must be True"),  # a path replaces the generator
         (["--data.held-out", "0"], "there are no held-out tasks to evaluate on"),
+        # said after all seeds were trained
+        (["--algo.credit", "turn", "--controls", "shuffled"], "train.shuffle_rewards must be False unless algo.credit"),
     ],
 )
 def test_what_cannot_be_reproduced_is_one_line(folder, monkeypatch, capsys, arguments, message):
@@ -84,3 +86,22 @@ def test_seeds_that_repeat_are_refused(folder, monkeypatch, capsys):
         reproduce(monkeypatch, "--seeds", "1", "1")
     shown = capsys.readouterr()
     assert "different numbers" in shown.err + shown.out and "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "titles"),
+    [([], ["seed 0", "shuffled rewards, seed 0"]), (["--algo.credit", "turn"], ["seed 0"])],
+)
+def test_the_usual_controls_are_those_that_the_recipe_can_have(folder, monkeypatch, options, titles):
+    """With credit by turn, rewards cannot be shuffled: the command ended with that error, after all seeds."""
+
+    planned: list[str] = []
+
+    def stop(experiments, launch, say):
+        planned.extend(each.title for each in experiments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vlmrl.run.reproduction.reproduce", stop)
+    with pytest.raises(SystemExit):
+        reproduce(monkeypatch, "--seeds", "0", *options)
+    assert planned == titles

@@ -202,6 +202,37 @@ def test_the_responses_in_a_prompt_have_no_loss_beside_a_completion(tmp_path):
         found[2]
 
 
+def test_a_text_of_a_question_and_one_of_its_answer_are_a_conversation(tmp_path):
+    """As of GSM8K and of instructions: each of these rows was unreadable."""
+    row = {"system": "S", "question": "<image>What?", "images": [uri(1)], "answer": "A dog.", "id": 7}
+    table = written(tmp_path, [row, row | {"answer": ""}, row | {"question": None}])
+    rows = load(table, columns={"prompt": "question", "completion": "answer"})[0]
+    assert shape(rows[0]) == [("system", "S"), ("user", 1, "What?"), ("assistant", "A dog.")]
+    assert rows[0].data["trained"] == [True] and rows.parts["main"].warnings == ["not read: columns id"]
+    for number, problem in (
+        (1, "there is no response to train on"),
+        (2, "message 1, of the role assistant, follows system"),
+    ):
+        with pytest.raises(RowError, match=problem):
+            rows[number]
+    with pytest.raises(ValueError, match=r"there is no column of messages.* or `prompt COLUMN completion COLUMN`"):
+        load(table)
+
+
+def test_named_columns_of_texts_come_before_a_column_of_messages(tmp_path):
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "q": "c", "a": "d"}
+    table = written(tmp_path, [row])
+    assert shape(load(table)[0][0]) == [("user", "a"), ("assistant", "b")]
+    assert shape(load(table, columns={"prompt": "q", "completion": "a"})[0][0]) == [("user", "c"), ("assistant", "d")]
+
+
+@pytest.mark.parametrize("text", ['[{"role": "user", "content": "a"}]', "<|im_start|>user\na<|im_end|>\n"])
+def test_messages_that_are_written_as_the_text_of_a_prompt_are_refused(text, tmp_path):
+    """The model would read the marks of a chat template, or JSON, as what a user says."""
+    with pytest.raises(RowError, match="the text of the user has messages written as a text"):
+        load(written(tmp_path, [{"prompt": text, "completion": "b"}]))[0][0]
+
+
 def test_the_responses_in_a_prompt_have_no_loss_beside_a_column_of_system_messages_either(tmp_path):
     """The system message moved all places by one: the last response of a prompt, such as a call, was trained."""
     ask, say = ({"role": role, "content": role} for role in ("user", "assistant"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,7 +45,7 @@ class ReproduceOptions:
         tuple[Literal["shuffled", "blanked"], ...] | None, tyro.conf.arg(metavar="[{shuffled,blanked} ...]")
     ] = None
     """Controls: `shuffled` trains the first seed with shuffled rewards; `blanked` evaluates the seeds' models with blanked images.
-    Unset: `shuffled`, and `blanked` if the recipe sets `eval.blank_images`."""
+    Unset: `shuffled` if the recipe's `algo.credit` is `trajectory`, and `blanked` if it sets `eval.blank_images`."""
     output_dir: Path = Path("runs/reproduce")
     """Folder of the runs. The results are in its `NAME-SETTINGS/results.md`, with the recipe's `name`."""
 
@@ -69,8 +69,11 @@ def run_reproduction(recipe: str, config: Config, chosen: ReproduceOptions, sett
     for name in ("seed", "name", "train.shuffle-rewards", "train.shuffle_rewards"):
         given = any(word.partition("=")[0] == f"--{name}" for word in settings)
         require(not given, f"--{name}", "left to vlmrl reproduce, which sets it for each run", "given")
-    usual = ("shuffled", "blanked") if config.eval.blank_images else ("shuffled",)
-    controls = usual if chosen.controls is None else chosen.controls
+    usual = {"shuffled": config.algo.credit == "trajectory", "blanked": config.eval.blank_images}
+    controls = [name for name, fits in usual.items() if (fits if chosen.controls is None else name in chosen.controls)]
+    if "shuffled" in controls:
+        # What the recipe cannot have is refused here, not after its seeds are trained.
+        replace(config, train=replace(config.train, shuffle_rewards=True))
     folder = chosen.output_dir / f"{config.name}-{settings_digest(config)}"
     experiments = plan_experiments(recipe, settings, config, folder, chosen.seeds, controls)
     try:

@@ -115,8 +115,9 @@ class Conversations(Settings):
     split: str = "train"
     """Split of the dataset, optionally a slice such as `train[:100]`."""
     columns: Columns = field(default_factory=dict)
-    """Columns of the dataset as pairs `FIELD COLUMN`. Set it if they have other names than `messages` or `conversations`, `images`
-    or `image`, `tools`, and `system` or `system_prompt`: these are the fields `messages`, `images`, `tools` and `system`."""
+    """Columns of the dataset as pairs `FIELD COLUMN`. Set it if they have other names than `messages` or `conversations`, `prompt` and
+    `completion`, `images` or `image`, `tools`, and `system` or `system_prompt`.
+    Texts of a question and an answer: `prompt question completion answer`."""
     epochs: float = 1.0
     """Times that each row is trained on. Raise it for a small dataset.
     Several datasets are mixed by rows times epochs."""
@@ -129,7 +130,7 @@ class Conversations(Settings):
     def __post_init__(self) -> None:
         require(bool(self.path), f"{self.section}.path", "a dataset", self.path)
         positive(self.section, self, "epochs")
-        _check_rows(self, {"messages", "images", "tools", "system"})
+        _check_rows(self, {"messages", "prompt", "completion", "images", "tools", "system"})
 
 
 @dataclass(frozen=True)

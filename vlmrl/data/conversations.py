@@ -3,7 +3,7 @@
 - OpenAI's: a column ``messages``, with image parts as data URIs, paths, bytes, ``{"bytes", "path"}`` or PIL images. The folder that
   `vlmrl collect` writes has this form.
 - TRL's: the same with ``{"type": "image"}`` parts or ``<image>`` marks, whose images are in a column ``images``; or ``prompt`` and
-  ``completion`` as lists of messages.
+  ``completion``, each a list of messages or the text of one.
 - ShareGPT's and LLaVA's: a column ``conversations`` of ``{"from", "value"}``, ``<image>`` marks and a column ``image`` or ``images``;
   the system message may be in a column ``system`` or ``system_prompt``.
 
@@ -21,7 +21,7 @@ from vlmrl.config.code import local_data
 from vlmrl.data.mixture import TaskMixture
 from vlmrl.data.row_images import OWN_SOURCE, RowImages, image_parts, json_as_written, without_nulls
 from vlmrl.data.row_problems import MARK, call_problem, content_problem, unread_mark
-from vlmrl.data.source import Row, TaskSource, held_out, task_seed
+from vlmrl.data.source import MESSAGES_AS_TEXT, TEMPLATED, Row, TaskSource, held_out, task_seed
 from vlmrl.multimodal.masks import REASONING, RowError
 from vlmrl.multimodal.messages import parts_of_message
 from vlmrl.types import Message, Task
@@ -33,6 +33,8 @@ EPISODES = "episodes.jsonl"
 """The file of conversations in the folder that `vlmrl collect` writes."""
 COLUMNS = {
     "messages": ("messages", "conversations", "conversation"),
+    "prompt": ("prompt",),
+    "completion": ("completion",),
     "images": ("images", "image"),
     "tools": ("tools",),
     "system": ("system", "system_prompt"),
@@ -108,13 +110,18 @@ def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSo
 def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> dict[str, list[str]]:
     """The columns of each field that the dataset has. Rows of different datasets in one file have different ones."""
     usual = {field: [each for each in names if each in present] for field, names in COLUMNS.items()}
+    if not {"prompt", "completion"}.isdisjoint(data.columns):
+        usual["messages"] = []
     found = usual | {field: [column] for field, column in data.columns.items()}
+    if found["messages"]:
+        found |= {"prompt": [], "completion": []}
     problem = next(
         (f"there is no column {name!r}" for names in found.values() for name in names if name not in present), None
     )
-    if not found["messages"] and not {"prompt", "completion"} <= set(present):
+    if not found["messages"] and not (found["prompt"] and found["completion"]):
         problem = (
-            f"there is no column of messages, under a name of {', '.join(COLUMNS['messages'])}: set `messages COLUMN`"
+            f"there is no column of messages, under a name of {', '.join(COLUMNS['messages'])}: set `messages COLUMN`, or "
+            "`prompt COLUMN completion COLUMN` for texts"
         )
     if problem:
         raise ValueError(f"sft.data.{name}.columns: {problem}. The columns of {data.path!r} are: {', '.join(present)}.")
@@ -123,9 +130,11 @@ def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> di
 
 def _unread(rows: Rows, columns: Mapping[str, list[str]]) -> str:
     """``columns id, context; fields of messages lang``: what of the columns and of the first row's messages is not read."""
-    sources = columns["messages"] or ["prompt", "completion"]
+    sources = columns["messages"] or [*columns["prompt"], *columns["completion"]]
     try:
-        messages = [message for name in sources if (cell := rows.first(name)) for message in _parsed(cell)]
+        cells = [cell for name in sources if (cell := rows.first(name))]
+        is_list = bool(columns["messages"])  # else a text is a message
+        messages = [message for cell in cells if is_list or not isinstance(cell, str) for message in _parsed(cell)]
     except (RowError, ValueError, RecursionError):  # a bad row, which is named when it is read
         messages = []
     used = {"functions", "responses"}.union(sources, *columns.values())
@@ -144,14 +153,17 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, list[str]], turns:
     def given(field: str) -> Any:
         return next((row[name] for name in columns.get(field, ()) if row[name]), None)
 
-    is_whole = bool(columns["messages"])
-    messages = [
-        _message(each) for each in _parsed(given("messages") if is_whole else [*row["prompt"], *row["completion"]])
-    ]
+    if columns["messages"]:
+        asked, rest = [], _parsed(given("messages"))
+    else:
+        asked, rest = (
+            _messages(given(field) or [], role) for field, role in (("prompt", "user"), ("completion", "assistant"))
+        )
+    messages = [_message(each) for each in [*asked, *rest]]
     added = int(bool(given("system")) and not any(each["role"] == "system" for each in messages))
     if added:
         messages.insert(0, {"role": "system", "content": given("system")})
-    first = 0 if is_whole else added + len(row["prompt"])  # a prompt's responses have no loss, as in TRL
+    first = added + len(asked)  # a prompt's responses have no loss, as in TRL
     _check_roles(messages)
     weights = [message.pop("weight", None) for message in messages]
     responses = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -209,6 +221,16 @@ def _parsed(value: Any) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise RowError("unreadable", f"messages and tools must be lists of objects, not {value!r:.100}.")
     return found
+
+
+def _messages(cell: Any, role: str) -> list[dict[str, Any]]:
+    """The messages of a prompt or a completion: a list of them, or the text of one of this ``role``."""
+    if not isinstance(cell, str):
+        return _parsed(cell)
+    if MESSAGES_AS_TEXT.match(cell) or TEMPLATED.match(cell):
+        problem = "has messages written as a text, or in a chat template: write a list of them, or the text alone"
+        raise RowError("unreadable", f"the text of the {role} {problem}.")
+    return [{"role": role, "content": cell}]
 
 
 def _message(given: dict[str, Any]) -> Message:
