@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,26 @@ def test_values_of_a_metadata_file_stay_as_they_are_written(from_hub, suffix, an
         rows = list(load_rows(str(from_hub), split))
         assert [row["answer"] for row in rows] == wanted
         assert [red(row) for row in rows] == list(map(answers.index, wanted))
+
+
+DECLARED = (
+    "---\ndataset_info:\n  features:\n  - name: image\n    dtype: image\n  - name: answer\n    dtype: string\n---\n"
+)
+
+
+@pytest.mark.parametrize("has_types", [False, True])
+def test_images_in_archives_are_shown_without_metadata_and_with_declared_types(from_hub, has_types):
+    """Their paths, `zip://0.png::train.zip`, were taken for addresses, which no image could be loaded from."""
+    for number in range(2):
+        with zipfile.ZipFile(from_hub / f"train-{number}.zip", "w") as archive:
+            archive.writestr("a/0.png", png(number))
+            if has_types:
+                archive.writestr("a/metadata.csv", f"file_name,answer\n0.png,n{number}")
+    if has_types:
+        (from_hub / "README.md").write_text(DECLARED)
+    rows = list(load_rows(str(from_hub), "train"))
+    assert {red(row) for row in rows} == {0, 1}
+    assert not has_types or all(row["answer"] == f"n{red(row)}" for row in rows)
 
 
 def test_a_metadata_file_may_have_a_column_called_image(from_hub):
@@ -219,3 +240,26 @@ def test_answers_are_the_same_where_the_hub_is_out_of_reach(tmp_path, has_images
     if not has_images:
         shutil.rmtree(tmp_path / "home/hub")
         assert "run `hf download --repo-type dataset somebody/data` where the hub is in reach" in read("again")
+
+
+LOAD_VIEWED = """
+import json
+from datasets.utils import _dataset_viewer
+from vlmrl.data.files import load_rows
+features = {"answer": {"dtype": "float64", "_type": "Value"}}
+_dataset_viewer.get_exported_dataset_infos = lambda **given: {"default": {"features": features}}
+print(json.dumps(load_rows("somebody/data", "train").column("answer")))
+"""
+
+
+@pytest.mark.slow
+def test_types_that_the_viewer_of_the_hub_found_in_the_files_are_not_those_of_the_dataset(tmp_path):
+    """The hub has them for nearly all datasets, which seemed to declare them: 7.0 was read for the "007" of the file."""
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/train.csv").write_text("answer\n007\n1e5\n")
+    caches = {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "home/datasets")}
+    with answering(hub_of(tmp_path / "hub")) as url:
+        reached = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-c", LOAD_VIEWED]
+        done = subprocess.run(command, env=os.environ | caches | reached, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout and json.loads(done.stdout) == ["007", "1e5"], done.stdout + done.stderr

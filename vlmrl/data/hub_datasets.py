@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets as hf
+from datasets.table import embed_table_storage
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -21,6 +23,18 @@ CHANGED_IN_CACHE = ("csv", "json", "imagefolder", "webdataset")
 """Forms of datasets in whose cache `datasets` keeps other values than their files have."""
 
 
+@contextmanager
+def _only_declared_types() -> Iterator[None]:
+    """Without the types that the hub's viewer finds in the files of nearly all datasets: they would seem to be declared."""
+    given = hf.config.USE_PARQUET_EXPORT
+    hf.config.USE_PARQUET_EXPORT = False
+    try:
+        yield
+    finally:
+        hf.config.USE_PARQUET_EXPORT = given
+
+
+@_only_declared_types()
 def load_from_hub(path: str, split: str) -> hf.Dataset:
     """One split of a dataset. Raises ValueError if the hub does not have it, or is out of reach and its cache does not."""
     try:
@@ -32,8 +46,8 @@ def load_from_hub(path: str, split: str) -> hf.Dataset:
         names = {kind.__name__ for kind in type(builder).__mro__}
         if "WebDataset" in names and not _declares_types(path, builder):
             return hf.load_dataset(path, split=split, features=_types_of_samples(path, split))
-        if "ImageFolder" in names and base_split(split) in own and not _declares_types(path, builder):
-            return _load_hub_images(path, split, own)
+        if "ImageFolder" in names:
+            return _load_hub_images(path, split, own, _declares_types(path, builder))
         kind = next((name.lower() for name in ("Json", "Csv", "Parquet") if name in names), "")
         is_read = kind and (kind != "csv" or _has_no_options(builder.config))
         if not is_read or base_split(split) not in own or _declares_types(path, builder):
@@ -58,22 +72,32 @@ def load_from_hub(path: str, split: str) -> hf.Dataset:
         raise ValueError(message) from error
 
 
-def _load_hub_images(path: str, split: str, own: Mapping[Any, Any]) -> hf.Dataset:
-    """A folder of images of the hub, with the columns of ``datasets``. The values of its metadata files are as they are written."""
+def _load_hub_images(path: str, split: str, own: Mapping[Any, Any], is_declared: bool) -> hf.Dataset:
+    """A folder of images of the hub, with the columns of ``datasets``. The values of its metadata files are as they are written,
+    unless it declares their types."""
     # Also for its cache, which is read where the hub is out of reach.
     read = hf.load_dataset(path, split=split)
+    if is_declared or base_split(split) not in own:
+        return _without_archives(read, own)
     manager = hf.DownloadManager()
     parts = {}
     for name in {part.partition("[")[0] for part in split.split("+")}:
         files = map(Path, manager.iter_files(manager.download_and_extract(own[name])))
         metadata = [file for file in files if file.name in METADATA_FILES]
         if not metadata:
-            return read
+            return _without_archives(read, own)
         parts[name] = load_listed_images(metadata, name)
     rows = rows_of_split(parts, split)
     names = rows.column_names
     is_renamed = "images" in names and "image" not in names and "images" not in read.column_names
     return rows.rename_column("images", "image") if is_renamed else rows
+
+
+def _without_archives(rows: hf.Dataset, own: Mapping[Any, Any]) -> hf.Dataset:
+    """The rows with their images inside, if files of the dataset are archives: only ``datasets`` opens ``zip://0.png::train.zip``."""
+    if not any(Path(file).suffix == ".zip" for files in own.values() for file in files):
+        return rows
+    return rows.with_format("arrow").map(embed_table_storage, batched=True, batch_size=64).with_format(None)
 
 
 def _types_of_samples(path: str, split: str) -> hf.Features | None:
