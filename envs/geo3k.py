@@ -135,10 +135,10 @@ def is_right(answer: str, gold: str, choices: tuple[str, ...] = ()) -> bool:
 
 
 def plain(text: str) -> str:
-    """A normal form: no dollars, units, degrees or text commands."""
+    """A normal form: no marks of inline mathematics, units, degrees or text commands."""
     text = re.sub(r"√ ?(\d+)", r"\\sqrt{\1}", re.sub(r"√ ?\(([^()]*)\)", r"\\sqrt{\1}", text))
     for old, new in SPELLINGS.items():
         text = text.replace(old, new)
-    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\^\s*\\circ|\^\s*\{\s*\\circ\s*\}|\\[,;! ]|[°~]", " ", text)
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|boldsymbol)\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\^\s*\\circ|\^\s*\{\s*\\circ\s*\}|\\degree(?![a-zA-Z])|\\[,;! ()]|[°~]", " ", text)
     return UNITS.sub("", " ".join(text.split()).rstrip("."))

@@ -488,12 +488,12 @@ def test_words_for_splits_are_found_beside_digits_and_in_compounds(tmp_path, tra
     assert load_rows(str(tmp_path / "data"), "train").column("prompt") == [train]
 
 
-def test_a_split_may_have_a_name_with_digits(tmp_path):
+def test_a_split_may_have_a_name_with_digits_or_of_several_words(tmp_path):
     (tmp_path / "data").mkdir()
-    for name in ("geo3k", "trial"):
+    for name in ("geo3k", "geo_sft-0", "trial"):
         (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({"prompt": name}))
-    assert load_rows(str(tmp_path / "data"), "geo3k").column("prompt") == ["geo3k"]
-    assert load_rows(str(tmp_path / "data"), "train").column("prompt") == ["geo3k", "trial"]
+    for split, names in (("geo3k", ["geo3k"]), ("geo_sft", ["geo_sft-0"]), ("train", ["geo3k", "geo_sft-0", "trial"])):
+        assert load_rows(str(tmp_path / "data"), split).column("prompt") == names
 
 
 @pytest.mark.parametrize(

@@ -263,3 +263,43 @@ def test_types_that_the_viewer_of_the_hub_found_in_the_files_are_not_those_of_th
         command = [sys.executable, "-c", LOAD_VIEWED]
         done = subprocess.run(command, env=os.environ | caches | reached, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout and json.loads(done.stdout) == ["007", "1e5"], done.stdout + done.stderr
+
+
+LOAD_CONFIGURATIONS = """
+import json
+from vlmrl.data.files import load_rows
+for name in ("somebody/data:main", "somebody/data:hard", "somebody/data:none", "somebody/data"):
+    try:
+        print(json.dumps(load_rows(name, "train").column("answer")))
+    except ValueError as error:
+        print(error)
+"""
+TWO_CONFIGURATIONS = """---
+configs:
+- config_name: main
+  data_files: main/train.csv
+- config_name: hard
+  data_files: hard/train.csv
+---
+"""
+
+
+@pytest.mark.slow
+def test_one_of_several_configurations_is_named_behind_the_dataset(tmp_path):
+    """As of GSM8K and MMLU, which could not be read by their names."""
+    (hub := tmp_path / "hub").mkdir()
+    (hub / "README.md").write_text(TWO_CONFIGURATIONS)
+    for name, answer in (("main", "007"), ("hard", "hard")):
+        (hub / name).mkdir()
+        (hub / name / "train.csv").write_text(f"answer\n{answer}\n")
+    caches = {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "home/datasets")}
+    command = [sys.executable, "-c", LOAD_CONFIGURATIONS]
+    with answering(hub_of(hub)) as url:
+        reached = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        done = subprocess.run(command, env=os.environ | caches | reached, capture_output=True, text=True, cwd=tmp_path)
+    main, hard, none, several = done.stdout.splitlines()
+    assert (json.loads(main), json.loads(hard)) == (["007"], ["hard"]), done.stderr
+    assert "'none' not found" in none
+    assert several == (
+        "data.path 'somebody/data' has several configurations (main, hard): add the name of one, such as somebody/data:main."
+    )

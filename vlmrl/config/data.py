@@ -37,7 +37,8 @@ class RowSettings(Settings):
     """Where tasks come from: rows of a dataset, or the output of a generator function."""
 
     path: str | None = None
-    """Dataset: a name on the Hugging Face Hub, a .parquet, .json, .jsonl or .csv file, or a folder of such files or of images."""
+    """Dataset: a name on the Hugging Face Hub (`openai/gsm8k:main` for one of several configurations), a .parquet, .json, .jsonl or
+    .csv file, or a folder of such files or of images."""
     split: str = "train"
     """Split of the dataset, optionally a slice such as `train[:100]`."""
     generator: Code = None

@@ -36,57 +36,73 @@ def _only_declared_types() -> Iterator[None]:
 
 @_only_declared_types()
 def load_from_hub(path: str, split: str) -> hf.Dataset:
-    """One split of a dataset. Raises ValueError if the hub does not have it, or is out of reach and its cache does not."""
+    """One split of a dataset, such as ``somebody/data``, or ``openai/gsm8k:main`` for one of several configurations.
+
+    Raises ValueError if the hub does not have it, or is out of reach and its cache does not.
+    """
+    dataset, _, configuration = path.partition(":")
+    name = (dataset, configuration) if configuration else (path,)
     try:
-        builder = hf.load_dataset_builder(path)
-        # Where the hub is out of reach, it is that of the cache of `datasets`.
-        if type(builder).__name__ == "Cache" and builder.info.builder_name in CHANGED_IN_CACHE:
-            return load_from_hub(_downloaded(path, builder.hash), split)
-        own = builder.config.data_files or {}
-        names = {kind.__name__ for kind in type(builder).__mro__}
-        if "WebDataset" in names and not _declares_types(path, builder):
-            return hf.load_dataset(path, split=split, features=_types_of_samples(path, split))
-        if "ImageFolder" in names:
-            return _load_hub_images(path, split, own, _declares_types(path, builder))
-        kind = next((name.lower() for name in ("Json", "Csv", "Parquet") if name in names), "")
-        is_read = kind and (kind != "csv" or _has_no_options(builder.config))
-        if not is_read or base_split(split) not in own or _declares_types(path, builder):
-            return hf.load_dataset(path, split=split)
-        manager = hf.DownloadManager()
-        needed = [base_split(split)]
-        if kind == "parquet":  # all splits get the types of the first one
-            needed.insert(0, str(next(iter(own))))
-        files = [
-            Path(file)
-            for name in dict.fromkeys(needed)
-            for file in manager.iter_files(manager.download_and_extract(own[name]))
-        ]
-        if kind == "parquet":
-            with reader_errors(files):
-                check_same_kinds(files)
-            return hf.load_dataset(path, split=split)
-        return rows_of_split({base_split(split): load_texts(files, kind)}, split)
+        return _load(name, split)
     except OSError as error:  # not found, offline, not allowed: all of them are OSErrors
         looked = ", ".join(map(str, places(path)))
         message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
         raise ValueError(message) from error
+    except ValueError:
+        found = [] if configuration else hf.get_dataset_config_names(path)
+        if len(found) < 2 or "default" in found:
+            raise
+        has = f"data.path {path!r} has several configurations ({', '.join(found):.500})"
+        raise ValueError(f"{has}: add the name of one, such as {path}:{found[0]}.") from None
 
 
-def _load_hub_images(path: str, split: str, own: Mapping[Any, Any], is_declared: bool) -> hf.Dataset:
+def _load(name: tuple[str, ...], split: str) -> hf.Dataset:
+    """A split of the dataset with this ``name`` and configuration, if there are several."""
+    builder = hf.load_dataset_builder(*name)
+    # Where the hub is out of reach, it is that of the cache of `datasets`.
+    if type(builder).__name__ == "Cache" and builder.info.builder_name in CHANGED_IN_CACHE:
+        return _load((_downloaded(name[0], builder.hash), *name[1:]), split)
+    own = builder.config.data_files or {}
+    names = {kind.__name__ for kind in type(builder).__mro__}
+    if "WebDataset" in names and not _declares_types(name, builder):
+        return hf.load_dataset(*name, split=split, features=_types_of_samples(name, split))
+    if "ImageFolder" in names:
+        return _load_hub_images(name, split, own, _declares_types(name, builder))
+    kind = next((name.lower() for name in ("Json", "Csv", "Parquet") if name in names), "")
+    is_read = kind and (kind != "csv" or _has_no_options(builder.config))
+    if not is_read or base_split(split) not in own or _declares_types(name, builder):
+        return hf.load_dataset(*name, split=split)
+    manager = hf.DownloadManager()
+    needed = [base_split(split)]
+    if kind == "parquet":  # all splits get the types of the first one
+        needed.insert(0, str(next(iter(own))))
+    files = [
+        Path(file)
+        for part in dict.fromkeys(needed)
+        for file in manager.iter_files(manager.download_and_extract(own[part]))
+    ]
+    if kind == "parquet":
+        with reader_errors(files):
+            check_same_kinds(files)
+        return hf.load_dataset(*name, split=split)
+    return rows_of_split({base_split(split): load_texts(files, kind)}, split)
+
+
+def _load_hub_images(name: tuple[str, ...], split: str, own: Mapping[Any, Any], is_declared: bool) -> hf.Dataset:
     """A folder of images of the hub, with the columns of ``datasets``. The values of its metadata files are as they are written,
     unless it declares their types."""
     # Also for its cache, which is read where the hub is out of reach.
-    read = hf.load_dataset(path, split=split)
+    read = hf.load_dataset(*name, split=split)
     if is_declared or base_split(split) not in own:
         return _without_archives(read, own)
     manager = hf.DownloadManager()
     parts = {}
-    for name in {part.partition("[")[0] for part in split.split("+")}:
-        files = map(Path, manager.iter_files(manager.download_and_extract(own[name])))
+    for part in {each.partition("[")[0] for each in split.split("+")}:
+        files = map(Path, manager.iter_files(manager.download_and_extract(own[part])))
         metadata = [file for file in files if file.name in METADATA_FILES]
         if not metadata:
             return _without_archives(read, own)
-        parts[name] = load_listed_images(metadata, name)
+        parts[part] = load_listed_images(metadata, part)
     rows = rows_of_split(parts, split)
     names = rows.column_names
     is_renamed = "images" in names and "image" not in names and "images" not in read.column_names
@@ -100,10 +116,10 @@ def _without_archives(rows: hf.Dataset, own: Mapping[Any, Any]) -> hf.Dataset:
     return rows.with_format("arrow").map(embed_table_storage, batched=True, batch_size=64).with_format(None)
 
 
-def _types_of_samples(path: str, split: str) -> hf.Features | None:
+def _types_of_samples(name: tuple[str, ...], split: str) -> hf.Features | None:
     """Of a WebDataset, with JSON as it is written: ``datasets`` gives it the types of the first five samples, and 1.5 becomes 1."""
-    types = hf.load_dataset(path, split=base_split(split), streaming=True).features
-    exact = {name: hf.Json() for name in types if name.rpartition(".")[2] == "json"}
+    types = hf.load_dataset(*name, split=base_split(split), streaming=True).features
+    exact = {field: hf.Json() for field in types if field.rpartition(".")[2] == "json"}
     return hf.Features({**types, **exact}) if exact else None
 
 
@@ -118,12 +134,12 @@ def _downloaded(path: str, commit: str) -> str:
         ) from error
 
 
-def _declares_types(path: str, builder: hf.DatasetBuilder) -> bool:
+def _declares_types(name: tuple[str, ...], builder: hf.DatasetBuilder) -> bool:
     """Whether a dataset names its columns' types. If it was loaded before, its builder has those that `datasets` found then."""
     if builder.info.features is None:
         return False
     with TemporaryDirectory() as empty:
-        return hf.load_dataset_builder(path, cache_dir=empty).info.features is not None
+        return hf.load_dataset_builder(*name, cache_dir=empty).info.features is not None
 
 
 def _has_no_options(config: Any) -> bool:

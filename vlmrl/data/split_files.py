@@ -78,9 +78,10 @@ def base_split(split: str) -> str:
 
 
 def words_of_path(path: str) -> set[str]:
-    """The words of a path, in lower case: ``geoTrain/val2014.json`` has `geo`, `train`, `val`, `val2014` and `json`."""
+    """The words of a path, in lower case: ``geoTrain/val_sft.json`` has `geo`, `train`, `val`, `sft`, `val_sft` and `json`."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", path) + re.findall(r"[a-z]+", path.lower())
-    return {*re.split(r"[-_./]", path.lower()), *(word.lower().removesuffix("set") for word in words)}
+    parts = re.split(r"[-./]", path.lower())
+    return {*parts, *re.split(r"[-_./]", path.lower()), *(word.lower().removesuffix("set") for word in words)}
 
 
 def files_in(folder: Path) -> list[Path]:
