@@ -56,6 +56,8 @@ def played(
         if request.method != "POST":
             return web.Response(status=405)
         message = await request.json()
+        if "method" not in message:  # an answer to a request of the server's own
+            return web.Response(status=202)
         method, body = message["method"], {"jsonrpc": "2.0", "id": message.get("id")}
         if method == "initialize":
             version = message["params"]["protocolVersion"]
@@ -283,6 +285,29 @@ def test_a_server_does_not_make_the_client_listen_again_and_again(monkeypatch: p
     assert len(heard) < 100 + 5
 
 
+def test_a_server_over_http_has_few_requests_in_work(monkeypatch: pytest.MonkeyPatch):
+    """The client had a task for each. Those of one answer of 500 KB stopped the loop of all async envs for 4 s."""
+    tasks, original = [0], mcp.JsonSize.add
+
+    def counted(size: JsonSize, part: bytes) -> None:
+        tasks.append(len(asyncio.all_tasks()))
+        original(size, part)
+
+    async def asking(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for number in range(1000):
+            ping = {"jsonrpc": "2.0", "id": f"own {number}", "method": "ping"}
+            await response.write(b"data: " + json.dumps(ping).encode() + b"\n\n")
+        await response.write(b"data: " + json.dumps(texts(message, "3")).encode() + b"\n\n")
+        return response
+
+    monkeypatch.setattr(mcp.JsonSize, "add", counted)
+    trajectory = played(asking)
+    assert trajectory.reward == 1.0, trajectory.error
+    assert max(tasks) < 2 * mcp.MAX_WAITING
+
+
 def test_pages_of_tools_end_at_a_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mcp, "MAX_TOOLS", 3)
     assert played(short, pages=3).reward == 1.0
@@ -368,8 +393,8 @@ def test_a_command_that_reads_no_answers_has_few_requests_in_work(tmp_path: Path
     ping = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "ping"})
     trajectory = played_with_command(tmp_path, f"[print({ping!r}) for _ in range(20_000)] and ''", env_timeout=3)
     assert trajectory.ending == "error" and "timed out" in trajectory.error
-    assert len(tasks) > mcp_stdio.MAX_WAITING, trajectory.error
-    assert max(tasks) < 2 * mcp_stdio.MAX_WAITING
+    assert len(tasks) > mcp.MAX_WAITING, trajectory.error
+    assert max(tasks) < 2 * mcp.MAX_WAITING
 
 
 def test_a_command_that_reads_the_answers_may_ask_often(tmp_path: Path):

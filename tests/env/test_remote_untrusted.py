@@ -231,6 +231,24 @@ def test_images_that_together_decode_to_gigabytes_are_refused_before_they_are_de
         serialize.deserialize_messages([*payload, *payload], "messages")
 
 
+@pytest.mark.parametrize("is_uri", [True, False])
+def test_encoded_images_count_among_the_pixels_of_an_answer(is_uri: bool, monkeypatch: pytest.MonkeyPatch):
+    """An answer of 6 KB, 60 images of 67 megapixels, took the threads that decode all episodes' images for five minutes."""
+    monkeypatch.setattr(serialize, "MOST_PIXELS", 3000)
+    buffer = io.BytesIO()
+    image(size=(32, 32)).save(buffer, format="WEBP")
+    encoded = base64.b64encode(buffer.getvalue()).decode()
+    source = f"data:image/webp;base64,{encoded}" if is_uri else {"$bytes": encoded}
+    payload = [{"role": "user", "content": [{"type": "image", "image": source}] * 2}]
+    broken = {"type": "image", "image": {"$bytes": base64.b64encode(b"no image").decode()}}  # the model reads why
+    (shown,) = serialize.deserialize_messages(
+        [{"role": "user", "content": [*payload[0]["content"], broken]}], "messages"
+    )
+    assert len(shown["content"]) == 3
+    with pytest.raises(ValueError, match="messages must not show more than 3000 pixels in all, but they show 4096"):
+        serialize.deserialize_messages([*payload, *payload], "messages")
+
+
 class FakeServer:
     """Answers each path of an env server with JSON of the test's choice."""
 

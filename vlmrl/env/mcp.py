@@ -45,6 +45,7 @@ MAX_LINES = 50_000  # of a stream, each of which is read in the event loop
 INVALID_PARAMS = -32602  # JSON-RPC's code: some servers report the model's wrong arguments so, and not in a result
 MAX_TOOLS = 1000  # and pages of them
 MAX_COOKIES = 20  # of one server, in a session
+MAX_WAITING = 100  # requests of a server that wait for their answers: the client has a task for each
 GUARD_SECONDS = 1.0  # from SIGTERM to SIGKILL of a command; the client kills its guard after 2 s
 RESUME_SECONDS = 1.0  # before a stream that ended is asked for again; a server may ask for no pause at all
 
@@ -147,14 +148,16 @@ class McpEnv(ToolEnv):
             headers = {"Accept-Encoding": "identity"}
             async with http.create_mcp_http_client(headers) as sender:
                 sender.event_hooks = {"response": [partial(self._limit, sender.cookies.jar)]}
-                async with mcp.Client(http.streamable_http_client(connection, http_client=sender)) as client:
+                async with mcp.Client(
+                    _few_requests(http.streamable_http_client(connection, http_client=sender))
+                ) as client:
                     yield client
             return
         self.server_log = self.server_log or _default_log()
         connection = _guarded(connection, self._mark)
         with self.server_log.open("ab", buffering=0) as log:
             try:
-                async with mcp.Client(open_stdio(connection, log, self._refuses)) as client:
+                async with mcp.Client(_few_requests(open_stdio(connection, log, self._refuses))) as client:
                     yield client
             finally:
                 await asyncio.to_thread(kill_marked, self._mark)  # what a tool, such as a shell, left running
@@ -237,6 +240,50 @@ class McpEnv(ToolEnv):
                 refuse("it is no message of JSON-RPC")
 
         response.aiter_raw = limited
+
+
+@asynccontextmanager
+async def _few_requests(transport: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """The two streams of a ``transport``, which is not read while MAX_WAITING requests of its server wait for their answers."""
+    waiting = asyncio.Semaphore(MAX_WAITING)
+    async with transport as (received, sent):
+        yield _Received(received, waiting), _Sent(sent, waiting)
+
+
+class _Stream:
+    """A stream of a session. Each request of its server takes a place in ``waiting`` until its answer is sent."""
+
+    def __init__(self, stream: Any, waiting: asyncio.Semaphore) -> None:
+        self._stream = stream
+        self._waiting = waiting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def __aenter__(self) -> _Stream:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stream.aclose()
+
+
+class _Received(_Stream):
+    def __aiter__(self) -> _Received:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._stream.__anext__()
+        content = getattr(message, "message", None)  # or it is an error
+        if hasattr(content, "method") and hasattr(content, "id"):
+            await self._waiting.acquire()
+        return message
+
+
+class _Sent(_Stream):
+    async def send(self, message: Any) -> None:
+        await self._stream.send(message)
+        if not hasattr(message.message, "method"):  # an answer
+            self._waiting.release()
 
 
 def _guarded(connection: Any, mark: str) -> Any:

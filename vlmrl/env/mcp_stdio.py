@@ -22,7 +22,6 @@ from vlmrl.utils.require import import_extra
 
 READ_BYTES = 65536
 LONG_TEXT = 2**20  # bytes of a message
-MAX_WAITING = 100  # requests of a server that wait for their answers: the client has a task for each
 MOST_LOGGED = 2**20  # bytes of the beginning of a command's stderr, which a tool may write without end
 LOG_SECONDS = 1.0  # for the last of it to arrive when the command has ended
 STOP_SECONDS = 2.0  # for a command to end after its input has, and again after SIGTERM
@@ -50,10 +49,9 @@ async def open_stdio(
     )
     received, for_session = anyio.create_memory_object_stream(0)
     from_session, sent = anyio.create_memory_object_stream(0)
-    waiting = asyncio.Semaphore(MAX_WAITING)
     tasks = [
-        asyncio.create_task(_read(process.stdout, received, refuses, waiting)),
-        asyncio.create_task(_write(process.stdin, sent, received, waiting)),
+        asyncio.create_task(_read(process.stdout, received, refuses)),
+        asyncio.create_task(_write(process.stdin, sent, received)),
     ]
     copying = asyncio.create_task(_append(process.stderr, log))
     try:
@@ -89,8 +87,8 @@ async def _append(stderr: Any, log: BinaryIO) -> None:
         write(b"\n[...]\n" + last)
 
 
-async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool], waiting: asyncio.Semaphore) -> None:
-    """Pass on the messages, up to the end of the command or to one that is refused. Each request takes a place in ``waiting``."""
+async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool]) -> None:
+    """Pass on the messages, up to the end of the command or to one that is refused."""
     stdio = import_extra("mcp.client.stdio", "mcp")
     parts: list[bytes] = []
     size = JsonSize()
@@ -103,8 +101,6 @@ async def _read(stdout: Any, received: Any, refuses: Callable[[JsonSize], bool],
                     return
                 message = _message(stdio, b"".join([*parts, end]))
                 parts, size = [], JsonSize()
-                if _is_request(message):
-                    await waiting.acquire()
                 await received.send(message)
             parts.append(rest)
             size.add(rest)
@@ -136,20 +132,12 @@ def _message(stdio: Any, line: bytes) -> Any:
         return error
 
 
-def _is_request(message: Any) -> bool:
-    """Whether a message is a request of the server, and no answer or notification."""
-    content = getattr(message, "message", None)
-    return hasattr(content, "method") and hasattr(content, "id")
-
-
-async def _write(stdin: Any, sent: Any, received: Any, waiting: asyncio.Semaphore) -> None:
+async def _write(stdin: Any, sent: Any, received: Any) -> None:
     try:
         async for message in sent:
             text: str = message.message.model_dump_json(by_alias=True, exclude_unset=True)
             stdin.write(f"{text}\n".encode())
             await stdin.drain()
-            if not hasattr(message.message, "method"):  # an answer
-                waiting.release()
     finally:
         received.close()  # a session whose server reads nothing any more has ended
 

@@ -15,6 +15,7 @@ import binascii
 import io
 import json
 import math
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,17 @@ from typing import Any
 from PIL import Image
 
 from vlmrl.multimodal.embedded import check_embedded, embed_image, encode_once
-from vlmrl.multimodal.images import MAX_PIXELS, MOST_PIXELS, DecodedImage, describe, encode_png
+from vlmrl.multimodal.images import (
+    MAX_PIXELS,
+    MOST_PIXELS,
+    DecodedImage,
+    ImageError,
+    describe,
+    encode_png,
+    image_size,
+)
 from vlmrl.multimodal.messages import MOST_VALUES, has_many_values, images_of, map_images
-from vlmrl.types import Message, Task
+from vlmrl.types import ImageSource, Message, Task
 
 IMAGE, BYTES, FLOAT, ESCAPED = "$image", "$bytes", "$float", "$dict"
 MARKERS = frozenset({IMAGE, BYTES, FLOAT, ESCAPED})
@@ -89,10 +98,18 @@ def deserialize_messages(payload: Any, name: str) -> list[Message]:
     size = len(json.dumps(map_images(messages, lambda image: None), ensure_ascii=False))
     if size > MAX_TEXT:  # what no chat template shows has no limit of tokens, and is kept with its turn
         raise ValueError(f"{name} must have at most {MAX_TEXT} characters beside their images, but they have {size}.")
-    pixels = sum(image.width * image.height for image in images_of(messages) if isinstance(image, Image.Image))
+    pixels = sum(map(_pixels, images_of(messages)))
     if pixels > MOST_PIXELS:
         raise ValueError(f"{name} must not show more than {MOST_PIXELS} pixels in all, but they show {pixels}.")
     return messages
+
+
+def _pixels(image: ImageSource) -> int:
+    """The pixels that are decoded of an image, by its header. 0 for one that is refused: whoever shows it says why."""
+    with suppress(ImageError):
+        width, height = image_size(image)
+        return width * height
+    return 0
 
 
 def serialize_task(task: Task) -> dict[str, Any]:
