@@ -181,6 +181,29 @@ def test_of_equal_texts_the_newest_response_is_continued():
     assert len(episode.trajectory.turns[1].response_ids) == 2
 
 
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_of_equal_texts_that_with_the_reasoning_that_the_client_sends_back_is_continued(chosen: int):
+    """Also after further turns of equal texts."""
+    thoughts = ["<think>Hot.</think>red", "<think>Warm.</think>red"]
+    episode = agent_episode([*thoughts, "yes", "yes", "done", "again"])
+
+    async def act() -> None:
+        tries = [Agent(episode, QUESTION) for _ in range(2)]
+        for agent in tries:
+            agent.messages[-1]["reasoning_content"] = f" {(await agent.ask()).reasoning}\n"
+        for agent in tries:
+            await agent.ask(says("user", "Sure?"))
+        await tries[chosen].ask(says("user", "And now?"))
+        tries[chosen].messages[1]["reasoning_content"] = "Hot? Warm?"  # of no response: the newest is continued
+        await tries[chosen].ask(says("user", "Once more?"))
+
+    texts = played(episode, act)
+    ((now, more),) = [[text for text in texts if "And now?" in text]]
+    assert thoughts[chosen] in now and thoughts[1 - chosen] not in now
+    assert more.startswith(now)
+    assert continues(episode).count(None) == 2
+
+
 def test_a_call_id_continues_the_tokens_of_its_own_response():
     first, second = zoom_call(1), zoom_call(1).replace('": 1', '":  1')  # equal calls, other tokens
     for chosen, text in enumerate((first, second)):

@@ -275,6 +275,23 @@ def test_a_template_that_rewrites_earlier_messages_is_refused():
         renderer.delta([user("x")])
 
 
+@pytest.mark.parametrize("template", ["qwen3_vl", "qwen2_5_vl"])
+def test_an_image_is_not_appended_where_the_template_numbers_images(template, shared):
+    """After `Picture 1: `, one of an observation would be `Picture 1: ` again: `add_vision_id` of Qwen's own templates."""
+    text = (shared / f"data/qwen/chat_templates/{template}.jinja").read_text()
+    with_numbers = "{%- set add_vision_id = true %}" + text
+    renderer = Renderer(
+        real_renderer(shared, "qwen3-vl", template).tokenizer, image_token=PAD, chat_template=with_numbers
+    )
+    look = [user([IMAGE, {"type": "text", "text": "Look."}])]
+    whole = renderer.prompt([*look, {"role": "assistant", "content": "red"}, *look])
+    assert "Picture 2: " in renderer.decode(whole.token_ids)
+    for append in (renderer.delta, renderer.inline):
+        with pytest.raises(ValueError, match="numbers images"):
+            append(look)
+    assert renderer.delta([user("Look.")]) == real_renderer(shared, "qwen3-vl", template).delta([user("Look.")])
+
+
 def test_a_template_that_writes_the_time_writes_that_of_the_run_s_start():
     """Else no observation could be appended after midnight, where a template writes the date."""
     template = "{% if strftime_now is defined %}{{ strftime_now( '%d %b %S.%f' ) }}{% endif %}{% for m in messages %}"

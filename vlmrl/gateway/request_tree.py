@@ -1,8 +1,8 @@
 """Finds the earlier response that a request continues, in time linear in the request.
 
 Each message is hashed into a chain, so that equal conversations have equal digests and no conversation is kept. A conversation has
-two digests: one that its tool calls' ids are part of, and one without them, for clients that rename ids. Neither depends on the form
-of the content (a string or text parts), on the encoding of images, nor on a response's reasoning.
+three digests: with its tool calls' ids and its reasoning, without reasoning, for clients that leave it out, and without both, for
+clients that rename ids. None depends on the form of the content (a string or text parts), nor on the encoding of images.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from vlmrl.types import Message
 
 @dataclass(frozen=True)
 class Digests:
-    """The digests of a conversation with the ids of its tool calls, and without them."""
+    """The digests of a conversation with the ids of its tool calls and its reasoning, with the ids, and without both."""
 
+    whole: bytes
     with_ids: bytes
     without_ids: bytes
 
-    def after(self, content: bytes, ids: Sequence[str]) -> Digests:
-        """Of the conversation with one more message. Both are the same as long as there are no ids."""
-        without = _hash(self.without_ids + content)
-        if not ids and self.with_ids == self.without_ids:
-            return Digests(without, without)
-        return Digests(_hash(self.with_ids + _delimited([content, json.dumps(ids).encode()])), without)
+    def after(self, content: bytes, ids: Sequence[str], reasoning: str) -> Digests:
+        """Of the conversation with one more message. All are the same as long as there are no ids and no reasoning."""
+        whole = with_ids = without = _hash(self.without_ids + content)
+        if ids or self.with_ids != self.without_ids:
+            whole = with_ids = _hash(self.with_ids + _delimited([content, json.dumps(ids).encode()]))
+        if reasoning or self.whole != self.with_ids:
+            whole = _hash(self.whole + _delimited([content, json.dumps([ids, reasoning]).encode()]))
+        return Digests(whole, with_ids, without)
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,18 @@ class RequestTree:
     def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Found:
         """The request whose messages and response are the first ones of ``messages``, without an assistant message after them.
 
-        The images of ``messages`` are loaded. Among equal responses it is the one with the same tool call ids, else the newest.
+        The images of ``messages`` are loaded. Among equal responses it is the one with the same tool call ids and reasoning, or with
+        the same ids, else the newest.
         """
         digests = _start(tools)
         continues, new_from = None, 0
         nearest = self._begun.get(digests.without_ids)
         shared, unseen = 0, list[Digests]()
         for index, message in enumerate(messages, start=1):
-            digests = digests.after(_content(message), _call_ids(message))
+            digests = digests.after(_content(message), _call_ids(message), _reasoning(message))
             if message["role"] == "assistant":
-                found = self._responses.get(digests.with_ids)
-                continues = self._responses.get(digests.without_ids) if found is None else found
+                keys = (digests.whole, digests.with_ids, digests.without_ids)
+                continues = next((self._responses[key] for key in keys if key in self._responses), None)
                 new_from = 0 if continues is None else index
             begun = self._begun.get(digests.without_ids)
             if begun is None:
@@ -81,8 +85,9 @@ class RequestTree:
     def add(self, number: int, found: Found, response: ChatResponse) -> None:
         """Request ``number`` has got its ``response``."""
         message = message_of_response(response)
-        answered = found.last.after(_content(message), _call_ids(message))
-        self._responses[answered.with_ids] = self._responses[answered.without_ids] = number
+        answered = found.last.after(_content(message), _call_ids(message), response.reasoning.strip())
+        for digest in (answered.whole, answered.with_ids, answered.without_ids):
+            self._responses[digest] = number
         for digests in (*found.digests, answered):
             self._begun.setdefault(digests.without_ids, number)
 
@@ -98,7 +103,7 @@ def message_of_response(response: ChatResponse) -> Message:
 
 def _start(tools: Sequence[dict[str, Any]]) -> Digests:
     digest = _hash(json.dumps(list(tools)).encode())
-    return Digests(digest, digest)
+    return Digests(digest, digest, digest)
 
 
 def _content(message: Message) -> bytes:
@@ -126,6 +131,10 @@ def _pieces(content: str | list[dict[str, Any]]) -> Iterator[bytes]:
 def _call_ids(message: Message) -> list[str]:
     own = [message["tool_call_id"]] if message.get("tool_call_id") else []
     return own + [str(call.get("id")) for call in message.get("tool_calls") or ()]
+
+
+def _reasoning(message: Message) -> str:
+    return (message.get("reasoning_content") or "").strip()
 
 
 def _plain(value: Any) -> Any:

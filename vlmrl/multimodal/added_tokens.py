@@ -74,3 +74,9 @@ class AddedTokens:
 def _joined(parts: Sequence[str | int], index: int) -> list[str | int]:
     """``["a", "b"]`` around the token 7: ``["a", 7, "b"]``."""
     return [item for part in parts for item in (index, part)][1:]
+
+
+def cuts_cleanly(tokenizer: Any, token_id: int) -> bool:
+    """Whether the ids of a text are those of what is up to a token of this id, and of what is after it."""
+    token = tokenizer.added_tokens_decoder.get(token_id)
+    return token is not None and not (token.lstrip or token.rstrip or token.single_word or token.normalized)

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from vlmrl.types import MediaItem
+from vlmrl.types import MediaItem, Message
 
 
 def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
@@ -64,3 +65,17 @@ def image_spans(
         done = start + item.num_tokens
         spans.append((start, done))
     return spans
+
+
+def numbers_images(write: Callable[..., str], base: Sequence[Message]) -> bool:
+    """Whether a template writes an image otherwise after another one, such as ``Picture 2: `` with Qwen's `add_vision_id`.
+
+    ``write(messages, tools, generate)`` renders; ``base`` are a system's and a user's message.
+    """
+    look: Message = {"role": "user", "content": [{"type": "image"}]}
+    added = set()
+    for first in (base[1], look):
+        with suppress(Exception):  # a template may raise for any message, and no type of error is agreed on
+            before, whole = write([base[0], first], None, False), write([base[0], first, look], None, False)
+            added.update([whole[len(before) :]] if whole.startswith(before) else [])
+    return len(added) > 1

@@ -28,8 +28,9 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from vlmrl.multimodal.added_tokens import ESCAPE, AddedTokens
+from vlmrl.multimodal.added_tokens import ESCAPE, AddedTokens, cuts_cleanly
 from vlmrl.multimodal.messages import characters_of, kind_of_part, map_texts, parts_of_message, tools_as_user
+from vlmrl.multimodal.placeholders import numbers_images
 from vlmrl.multimodal.tokenizer_backends import backends_of, ids_of_text, least_tokens, most_characters
 from vlmrl.types import ImageSource, Message
 from vlmrl.utils.kept import Kept
@@ -91,13 +92,14 @@ class Renderer:
         self._most_characters = most_characters(self._backend)
         self._bases: Kept[str] = Kept(KEPT_BYTES, sys.getsizeof)
         self._heads: Kept[array[int]] = Kept(KEPT_BYTES, lambda ids: ids.itemsize * len(ids))
-        self._keeps_heads = self._most_characters is not None and _cuts_cleanly(tokenizer, self.end_of_turn_id)
+        self._keeps_heads = self._most_characters is not None and cuts_cleanly(tokenizer, self.end_of_turn_id)
         self._texts: dict[int, str] = {}
         self._image: str | None = None
         self._shown_roles: dict[tuple[str, bool], bool] = {}
         self._template = _with_times(self.chat_template)
         self._takes_strings = True
         self._takes_strings = self.write(BASE, None) != self.write([m | {"content": ","} for m in BASE], None)
+        self._numbers_images = numbers_images(self.write, BASE)
         self.opening = self._find_opening()
 
     def prompt(
@@ -208,6 +210,7 @@ class Renderer:
         """
         self._check_roles(messages, begins=False)
         clean, images = self.clean(messages)
+        self._check_appended(images)
         schemas = self.clean_tools(tools)
         base = self._base(schemas)
         full = self.write([*BASE, *clean], schemas)
@@ -230,6 +233,7 @@ class Renderer:
         """
         parts = [part for message in messages for part in parts_of_message(message)]  # texts of two messages may join
         (clean,), images = self.clean([{"role": "user", "content": parts}])
+        self._check_appended(images)
         content = clean["content"]
         shown = [{"type": "text", "text": content}] if isinstance(content, str) else content
         text = "".join(part["text"] if part["type"] == "text" else self._image_text() for part in shown)
@@ -393,6 +397,12 @@ class Renderer:
             self._image = after[start : len(after) - (len(before) - start)]
         return self._image
 
+    def _check_appended(self, images: list[ImageSource]) -> None:
+        """Raise ValueError for an observation's images, rendered without earlier ones, if the template numbers images."""
+        if images and self._numbers_images:
+            remedy = "set rollout.history to rerender, or another model.chat_template."
+            raise ValueError(f"the chat template numbers images, so no image can be appended: {remedy}")
+
     def _find_opening(self) -> str:
         """The start of a response that the generation prompt writes after its role line, such as ``<think>``."""
         prompt = self.write(BASE, None)[len(self._base(None)) :]
@@ -438,9 +448,3 @@ def _with_times(template: str) -> str:
     """The template with today's date in place of each request for it: midnight in a run must not rewrite earlier messages."""
     now = datetime.now()
     return re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda found: repr(now.strftime(found[2])), template)
-
-
-def _cuts_cleanly(tokenizer: Any, token_id: int) -> bool:
-    """Whether the ids of a text are those of what is up to a token of this id, and of what is after it."""
-    token = tokenizer.added_tokens_decoder.get(token_id)
-    return token is not None and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
