@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from vlmrl.config import Config, Data, Eval, EvalData, Part
-from vlmrl.data import TaskSource, load_run_tasks, load_split, load_tasks, task_seed
+from vlmrl.data import TaskMixture, TaskSource, contents, load_run_tasks, load_split, load_tasks, task_seed
 from vlmrl.data.dataset_rows import Rows
 from vlmrl.types import Task
 
@@ -956,3 +956,22 @@ def test_an_evaluation_of_what_is_trained_is_warned_of(tmp_path):
     assert warned(Data(path), EvalData(path, split="train[:2]"))
     assert not warned(Data(path, split="train[:2]"), EvalData(path, split="train[2:]"))
     assert not warned(Data(path, size=2), EvalData(path, split="train[2:]"))
+
+
+def test_the_content_of_a_dataset_changes_with_its_rows_and_not_with_its_place(tmp_path):
+    rows = [{"prompt": f"Say {number}.", "answer": str(number)} for number in range(200)]
+
+    def content(name: str, rows: list[dict[str, Any]]) -> dict[str, str]:
+        (tmp_path / name).mkdir()
+        path = jsonl(tmp_path / name / "rows.jsonl", rows)
+        return contents("data", load_tasks(Data(path=str(path))))
+
+    first = content("first", rows)
+    assert re.fullmatch("200 rows, of content [0-9a-f]{8}", first["data"])
+    assert content("copied", rows) == first
+    edited = [rows[0] | {"answer": "x"}, *rows[1:]]
+    for name, others in {"more": [*rows, rows[0]], "fewer": rows[1:], "turned": rows[::-1], "edited": edited}.items():
+        assert content(name, others)["data"] != first["data"], name
+    assert contents("data", load_tasks(Data(generator=lambda index, seed: {"prompt": "a"}, size=2))) == {}
+    part = load_tasks(Data(path=str(tmp_path / "first/rows.jsonl")))
+    assert contents("sft.data", TaskMixture({"mine": part}, {"mine": 1.0})) == {"sft.data.mine": first["data"]}

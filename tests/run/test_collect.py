@@ -364,6 +364,31 @@ def test_a_model_that_trained_on_needs_another_folder(collect, capsys, tmp_path)
     assert len({row["task"] for row in rows_of(collect(None, "--tasks", "2", "--model.path", model))}) == 2
 
 
+@pytest.mark.slow
+def test_a_dataset_whose_rows_are_others_needs_another_folder(recipe, collect, capsys, tmp_path):
+    """Where rows were added, others are held out: the numbers of tasks moved, and some were played twice, others never."""
+    rows = [json.dumps({"prompt": f"Look at {number}.", "answer": "x"}) + "\n" for number in range(12)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(rows[:6]))
+    recipe.write_text(RECIPE.replace("generator=tasks, size=4, seed=None", f'path="{path}", held_out=2'))
+    options = ("--model.path", "tiny:qwen3", "--rollout.max-turns", "1", "--tasks", "3")
+    folder = collect(None, *options)
+    for others in (rows, rows[6:], [rows[1], rows[0], *rows[2:6]]):
+        path.write_text("".join(others))
+        before = (folder / "trajectories.jsonl").read_bytes()
+        with pytest.raises(SystemExit, match="1"):
+            collect(None, *options)
+        assert "collect.rows.data is now" in capsys.readouterr().err
+        assert (folder / "trajectories.jsonl").read_bytes() == before
+    path.write_text("".join(rows[:6]))
+    collect(None, *options, "--tasks", "4")
+    # a folder of an earlier version, which has no hash
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["collect"]["rows"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert len(rows_of(collect(None, *options, "--tasks", "4"))) == 4
+
+
 class Twice(Env):
     def step(self, response_text):
         return obs("again", images=[image("blue")]), self.turn == 1, {"reward": 0.5}

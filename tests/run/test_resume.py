@@ -102,3 +102,24 @@ def test_a_run_that_ended_early_and_goes_on_has_each_evaluation_once(tmp_path):
     run_training(config, resume=True)
     rows = read_rows(config.folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/tasks" in row] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_says_that_a_datasets_rows_are_others(tmp_path, capsys):
+    """The numbers of rows decide which are held out: some that had been trained on were evaluated, without a word."""
+    path = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"prompt": f"Say {number}.", "answer": str(number)}) + "\n" for number in range(12)]
+    path.write_text("".join(rows))
+    config = evaluated(tmp_path, Eval())
+    config = replace(config, model=Model(path="tiny:qwen3", device="cpu"), data=Data(path=str(path), held_out=4))
+
+    def said(steps):
+        run_training(replace(config, train=replace(config.train, steps=steps)), resume=True)
+        return capsys.readouterr().out
+
+    said(1)
+    assert "of data are others" not in said(2)
+    path.write_text("".join(rows[1:]))
+    assert "the rows of data are others: 11 rows, of content " in (changed := said(3))
+    assert changed.count("held-out data are others: 11 rows") == 1 and "cannot be compared" in changed
+    assert "are others" not in said(4)

@@ -219,8 +219,9 @@ def test_what_was_stopped_before_a_step_has_nothing_to_continue(tmp_path):
     ],
 )
 def test_an_edited_state_is_one_error_that_names_the_field(field, values, tmp_path):
-    if "best must be" in field and "best" not in values:
-        values = SAVED | {"best": "high"}  # without it there is none
+    for optional in ("best", "contents"):
+        if field == f"{optional} must be" and optional not in values:
+            values = SAVED | {optional: 3 if optional == "contents" else "high"}  # without it there is none
     (tmp_path / "run.json").write_text(json.dumps(values))
     for read in (LoopState.load, lambda path: check_resume(Config(**DATA), path)):
         with pytest.raises(ValueError, match=rf"checkpoint {tmp_path} cannot be read: .*{field}.* delete this one"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from testing.runs import short_quickstart
 
+from vlmrl.run import run_lock as lock_module
 from vlmrl.run.program import run_training
 from vlmrl.run.run_lock import run_lock
 from vlmrl.utils.output_files import OutputError
@@ -137,3 +140,36 @@ def test_a_lock_is_written_through_no_link_and_no_pipe(tmp_path):
             pass
         lock.unlink()
     assert other.read_text() == "precious"
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, None])
+def test_a_second_run_is_refused_where_locks_do_not_work_between_machines(error, tmp_path, monkeypatch):
+    """Lustre and NFS may have no locks, or locks of one machine alone: both runs wrote their rows and checkpoints into one folder."""
+
+    def flock(file, operation):
+        if error is not None:
+            raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(lock_module, "BEAT", 0.01)
+    with run_lock(tmp_path / "x"):
+        monkeypatch.setattr(socket, "gethostname", lambda: "node2")
+        with pytest.raises(ValueError, match=f"is written by process {os.getpid()} on"), run_lock(tmp_path / "x"):
+            pass
+    monkeypatch.setattr(lock_module, "WATCH", 0.0)
+    with run_lock(tmp_path / "x"):  # the first one ended in order
+        pass
+
+
+@pytest.mark.parametrize("host", ["node1", "node2"])
+def test_a_killed_run_can_be_resumed_where_there_are_no_locks(host, tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr(lock_module, "WATCH", 0.2)
+    (tmp_path / ".x.lock").write_text(f"process 1 on {host}, since 2026-01-01 00:00:00\n")
+    with run_lock(tmp_path / "x"):
+        assert (tmp_path / ".x.lock").read_text().startswith(f"process {os.getpid()} on node2, since ")
+    assert not (tmp_path / ".x.lock").read_text()

@@ -11,6 +11,8 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 import vlmrl
 import vlmrl.train.trainer
@@ -212,3 +214,25 @@ def test_main_in_a_notebook_says_what_to_call(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     with pytest.raises(ValueError, match=r"In a notebook call vlmrl.train"):
         vlmrl.main(Config)
+
+
+@pytest.mark.slow
+def test_trainings_in_threads_load_their_models_one_after_the_other(tmp_path):
+    """Both failed as their output layers had no weights, and so did each later model of the process, also one of the user's own."""
+    before = torch.nn.init.normal_, PreTrainedModel.tie_weights
+    both, results = threading.Barrier(2), {}
+
+    def run(name):
+        both.wait()
+        results[name] = vlmrl.train(replace(config(tmp_path, steps=1), name=name))
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (torch.nn.init.normal_, PreTrainedModel.tie_weights) == before
+    assert [results[name].metrics[-1]["step"] for name in ("first", "second")] == [1, 1]
+    for result in results.values():
+        model = result.model.policy.model
+        assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -103,7 +103,8 @@ def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSo
     sides = [[row for row in range(len(rows)) if (row in kept_back) == side] for side in (False, True)]
     if not sides[0]:
         raise ValueError(f"sft.data.{name}.held_out {data.held_out} leaves none of {len(rows)} rows to train on.")
-    train, rest = (TaskSource(make, side, seed, label=label, warnings=notes) for side in sides)
+    content = rows.content()
+    train, rest = (TaskSource(make, side, seed, label=label, warnings=notes, content=content) for side in sides)
     return train, rest if sides[1] else None
 
 

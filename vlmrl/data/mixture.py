@@ -65,6 +65,13 @@ class TaskMixture:
 Tasks = TaskSource | TaskMixture
 
 
+def contents(name: str, tasks: Tasks | None) -> dict[str, str]:
+    """The :attr:`TaskSource.content` of each dataset in ``tasks``: ``{"data": "1200 rows, of content 3fa9c2d1"}``."""
+    parts = {f"{name}.{part}": source for part, source in tasks.parts.items()} if isinstance(tasks, TaskMixture) else {}
+    sources = parts or ({name: tasks} if isinstance(tasks, TaskSource) else {})
+    return {each: source.content for each, source in sources.items() if source.content is not None}
+
+
 def load_run_tasks(config: Config) -> tuple[Tasks, Tasks | None]:
     """The training tasks, and the evaluation tasks if there are any.
 

@@ -48,6 +48,8 @@ class TaskSource:
     """The columns of a dataset's ``images`` and ``answer``, as far as it has them."""
     names: Sequence[str] = ()
     """All columns of a dataset."""
+    content: str | None = None
+    """Of a dataset, what :meth:`~vlmrl.data.dataset_rows.Rows.content` says."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -179,7 +181,7 @@ def _dataset(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
     shown = columns if data.prompt is None else columns | {"prompt": ""}
     found = _source(data, make, label, list(_warnings(rows, shown)))
     read = {name: column for name, column in columns.items() if name in ("images", "answer")}
-    return replace(found, columns=read, names=tuple(rows.columns)), ids
+    return replace(found, columns=read, names=tuple(rows.columns), content=rows.content()), ids
 
 
 def _source(

@@ -42,7 +42,7 @@ from vlmrl.model.model_files import (
     load_video_processor,
 )
 from vlmrl.model.policy import Policy
-from vlmrl.model.progress_bars import without_progress_bars
+from vlmrl.model.progress_bars import one_at_a_time, without_progress_bars
 from vlmrl.multimodal.images import blank
 from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.multimodal.renderer import OUR_TEMPLATES, Renderer
@@ -155,6 +155,7 @@ def draw_adapters(config: Model, cache_dir: Path, seed: int) -> dict[str, torch.
     return {name: weight.detach() for name, weight in model.named_parameters() if ".lora_" in name}
 
 
+@one_at_a_time()
 def _build(config: Model, path: str, seed: int) -> Any:
     hf_config = _hf_config(path)
     device = pick_device(config.device)

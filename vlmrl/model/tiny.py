@@ -28,7 +28,7 @@ from vlmrl import families
 from vlmrl.config.fields import perhaps
 from vlmrl.families import FAMILIES
 from vlmrl.families.base import TINY_HEAD_DIM, Family
-from vlmrl.model.progress_bars import without_progress_bars
+from vlmrl.model.progress_bars import one_at_a_time, without_progress_bars
 from vlmrl.utils.folders import build_folder
 
 PREFIX = "tiny:"
@@ -53,6 +53,7 @@ WORDS = (*BARE.split(), *JOINTS, *(" " + word for word in SPACED.split()))
 """The texts with a token each; other text is encoded in pieces of these, or in bytes."""
 
 
+@one_at_a_time()
 @without_progress_bars()
 def build(
     folder: str | Path,

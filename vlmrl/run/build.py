@@ -14,7 +14,7 @@ from vlmrl.checks.teacher_check import check_reader
 from vlmrl.config import Algo, Config, Lora, Model, Rollout
 from vlmrl.config.code import resolve_function
 from vlmrl.config.training import OWN
-from vlmrl.data import TaskMixture, TaskSource, load_run_tasks
+from vlmrl.data import TaskMixture, TaskSource, contents, load_run_tasks
 from vlmrl.data.conversations import load_conversations
 from vlmrl.engine.base import BatchEngine, Engine, RunEngine
 from vlmrl.engine.hf.engine import HFEngine
@@ -99,6 +99,12 @@ class Run(Playing):
             self.engine.close()
             if self.teachers is not None:
                 self.teachers.scorer.close()
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """How many rows each dataset has, and a hash of some of them, to notice at a resume that they are others."""
+        found = contents("data", self.tasks) | contents("held-out data", self.held_out)
+        return found | (contents("sft.data", self.conversations[0]) if self.conversations is not None else {})
 
     @property
     def checkpoints(self) -> Checkpoints:

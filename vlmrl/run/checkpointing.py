@@ -78,6 +78,8 @@ class LoopState:
     summary: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     """The best held-out reward of a model that was kept."""
+    contents: dict[str, str] | None = None
+    """What :attr:`Run.contents` was. None: an earlier version did not save it."""
 
     def __post_init__(self) -> None:
         self.random = random_state()  # in a file of its own

@@ -24,6 +24,7 @@ import torch
 from vlmrl.config import Config
 from vlmrl.config.checks import refuse_if
 from vlmrl.config.collection import Collection
+from vlmrl.data import contents
 from vlmrl.data.conversations import EPISODES
 from vlmrl.data.stream import Draw
 from vlmrl.engine.chat_engine import ApiModel, BudgetSpentError
@@ -45,6 +46,8 @@ from vlmrl.utils.threads import run_awake
 
 SAME = {"collect", "model", "data", "mixture", "env", "env_options", "reward", "rollout", "seed", "agent"}
 """Settings, and sections, that all commands for one folder must share, or its episodes would not mean the same."""
+RECORDED = ("collect.weights", "collect.rows.")
+"""What is no setting: a hash of the weights, and of each dataset's rows. Where rows were added, a task's number is that of another."""
 MAY_DIFFER = {"max_concurrent", "engine_timeout", "env_timeout", "max_refills", "max_failed_fraction"}
 MAY_DIFFER |= {"max_env_retries_per_turn", "kv_cache_gib", "group_size", "over_sampling", "samples"}
 """Settings of ``rollout`` that change no episode."""
@@ -83,7 +86,7 @@ def _player(config: Config, model: str | None, api: ApiModel | None) -> tuple[Pl
 def _collect(run: Playing, folder: Path, collection: Collection, model: str, progress: RunProgress) -> None:
     recorded = read_recorded(folder)
     _check_episodes(folder, recorded)
-    settings = {**plain(run.config), "collect": {"model": model} | _weights(run)}
+    settings = {**plain(run.config), "collect": {"model": model, "rows": contents("data", run.tasks)} | _weights(run)}
     _check_settings(folder, settings)
     with RunLog(folder, {"trajectories.jsonl": recorded.size}) as log:
         log.write_config(settings)
@@ -129,8 +132,9 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
     before = read_object(folder / "config.json")
     changed = {} if before is None else changed_settings(before, json.loads(json.dumps(settings)))
     changed = {name: pair for name, pair in changed.items() if _must_be_same(name)}
-    if None in changed.get("collect.weights", ()):  # of an earlier version, or of servers
-        del changed["collect.weights"]
+    # of an earlier version, or of servers
+    unknown = [name for name in changed if name.startswith(RECORDED) and None in changed[name]]
+    changed = {name: pair for name, pair in changed.items() if name not in unknown}
     if changed:
         retrained = ["  the weights of the model have changed since"] * bool(changed.pop("collect.weights", None))
         lines = [f"  {name} is now {new!r:.80}, and was {old!r:.80}" for name, (old, new) in sorted(changed.items())]

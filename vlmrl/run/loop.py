@@ -56,6 +56,7 @@ async def train(
         RunStopped: ``stop`` was requested. The state of the last finished step is saved.
     """
     config, state, stop = run.config, LoopState.load(checkpoint), stop or StopRequest()
+    state.contents = run.contents
     log.trackers.earlier_steps = state.earlier_steps
     evaluator, recorder = Evaluator(run, log, progress, state.summary), Recorder(run, log, progress)
     await stop.interruptible(connect(run, progress))

@@ -36,6 +36,7 @@ from vlmrl.run.run_folder import (
     check_is_no_other,
     check_models_elsewhere,
     check_resume,
+    describe_changed_rows,
     describe_changes,
     earlier_run_set_aside,
     has_finished,
@@ -200,7 +201,8 @@ def _open_log(run: Run, progress: RunProgress, checkpoint: Path | None, command:
     if checkpoint is not None:
         sizes = check_resume(config, checkpoint)
         log = _with_trackers(run, progress, sizes)
-        progress.say("\n".join([f"resumed   from {checkpoint}", *describe_changes(run.folder, config)]))
+        changed = describe_changes(run.folder, config) + describe_changed_rows(checkpoint, run.contents)
+        progress.say("\n".join([f"resumed   from {checkpoint}", *changed]))
     else:
         with earlier_run_set_aside(run.folder) as message:
             log = _with_trackers(run, progress, {})

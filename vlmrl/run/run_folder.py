@@ -125,6 +125,15 @@ def describe_changes(folder: Path, config: Config) -> list[str]:
     return [f"          {name} is now {new}, and was {old}" for name, (old, new) in changed.items()]
 
 
+def describe_changed_rows(checkpoint: Path, contents: Mapping[str, str]) -> list[str]:
+    """A line for each dataset whose rows differ from those that the run had until its ``checkpoint``, and what follows from it."""
+    before = LoopState.load(checkpoint).contents or {}
+    changed = [name for name in contents if before.get(name, contents[name]) != contents[name]]
+    lines = [f"          the rows of {name} are others: {contents[name]}, and were {before[name]}" for name in changed]
+    note = "          rows that were trained on may be held out now, so that evaluations before and after cannot be compared"
+    return [*lines, note] if lines else []
+
+
 def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     settings = read_settings(folder)
     if settings is None:
