@@ -461,6 +461,44 @@ def test_a_server_that_was_restarted_behind_our_back_gives_no_stale_answer(fakes
     assert fakes[0].weights["w"].tolist() == [1, 2]
 
 
+def test_two_runs_that_update_one_server_at_once_leave_it_with_the_weights_of_one(fakes, sync_of):
+    """The second one closed the update of the first, whose server then had weights of both, under the name of the first."""
+    first, second, fake = sync_of(fakes[0]), sync_of(fakes[0]), fakes[0]
+    received, opened, asked, seen = fake._update_weights_from_tensor, fake._begin_weight_update, asyncio.Event(), []
+
+    async def receive(body):
+        seen.append(await received(body))
+        if len(seen) == 1:
+            await asyncio.wait_for(asked.wait(), 600)  # the second run has asked to begin, and was refused
+        return seen[-1]
+
+    async def begin(body):
+        response = await opened(body)
+        if response.status != 200:
+            asyncio.get_running_loop().call_later(1.0, asked.set)
+        return response
+
+    fake._update_weights_from_tensor, fake._begin_weight_update = receive, begin
+
+    def of_a_run(value):
+        weights, state = [(f"w{number}", torch.full((4,), value)) for number in range(4)], SenderState()
+        return lambda update: update.send(iter(weights), state)
+
+    async def both():
+        pushing = asyncio.create_task(first.push(of_a_run(1.0), policy_version=1))
+        while not seen and not fake.begun:
+            await asyncio.sleep(0.01)
+        return await asyncio.gather(pushing, second.push(of_a_run(2.0), policy_version=1), return_exceptions=True)
+
+    first.bucket_bytes = second.bucket_bytes = 16
+    results = asyncio.run(both())
+    assert [getattr(result, "failed", result) for result in results] == [{}, {}]
+    assert {fake.weights[f"w{number}"][0].item() for number in range(4)} == {2.0}
+    with pytest.raises(ValueError, match="weights that another run has sent to the same server"):
+        sampled(first)
+    assert sampled(second) == [1, 1, 1]
+
+
 def test_after_a_refused_update_servers_get_all_of_its_weights_before_they_serve(fakes, sync_of):
     """Also the server that took them. There is one copy of the weights, the last ones."""
     sync = sync_of(*fakes)

@@ -34,6 +34,8 @@ Send = Callable[[WeightUpdate], TransferResult]
 """Calls :meth:`WeightUpdate.send` on the trainer ranks."""
 
 SYNC_SECONDS = 300.0  # for one bucket: minutes on a slow network, and no longer than a hung server may delay the others
+OPEN_SECONDS = 60.0  # after which an update that is still open at a server is taken for one whose sender died
+OPEN_PAUSE = 0.5  # seconds between two attempts to open one
 
 
 class Adapter(NamedTuple):
@@ -256,11 +258,19 @@ class HttpReceiver:
         return cls(server.url, info.tp, info.device, dtype, folder_timeout=folder_timeout, token=server.token)
 
     def begin(self) -> None:
-        try:
-            self.post(self.opens, {})
-        except WeightsRefused:  # an earlier sender died and left an update open
-            self.post(self.closes, {})
-            self.post(self.opens, {})
+        """Open an update. To close one that another run is sending would leave the server with weights of both, under its name."""
+        until = time.monotonic() + OPEN_SECONDS
+        while True:
+            try:
+                self.post(self.opens, {})
+                return
+            except WeightsRefused:
+                if time.monotonic() >= until:
+                    break
+            time.sleep(OPEN_PAUSE)
+        # an earlier sender died and left an update open
+        self.post(self.closes, {})
+        self.post(self.opens, {})
 
     def abort(self) -> None:
         self._client.abort()
