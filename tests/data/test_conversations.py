@@ -215,8 +215,24 @@ def test_a_text_of_a_question_and_one_of_its_answer_are_a_conversation(tmp_path)
     ):
         with pytest.raises(RowError, match=problem):
             rows[number]
-    with pytest.raises(ValueError, match=r"there is no column of messages.* or `prompt COLUMN completion COLUMN`"):
+    with pytest.raises(
+        ValueError, match=r"there is no column of messages.* or both of `prompt COLUMN completion COLUMN`"
+    ):
         load(table)
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"from": "Paris", "to": "Rome"}', '{"content": "x"}', "[INST] and [/INST] are tags."]
+)
+def test_an_answer_may_be_json_or_speak_of_templates(answer, tmp_path):
+    task = load(written(tmp_path, [{"prompt": "a", "completion": answer}]))[0][0]
+    assert shape(task) == [("user", "a"), ("assistant", answer)]
+
+
+def test_columns_of_messages_and_of_texts_exclude_each_other(tmp_path):
+    table = written(tmp_path, [{"m": [], "q": "c", "a": "d"}])
+    with pytest.raises(ValueError, match="must have messages, or prompt and completion, but it has both"):
+        load(table, columns={"messages": "m", "prompt": "q", "completion": "a"})
 
 
 def test_named_columns_of_texts_come_before_a_column_of_messages(tmp_path):

@@ -265,6 +265,18 @@ def test_types_that_the_viewer_of_the_hub_found_in_the_files_are_not_those_of_th
     assert done.stdout and json.loads(done.stdout) == ["007", "1e5"], done.stdout + done.stderr
 
 
+def test_errors_of_a_dataset_with_a_default_configuration_are_its_own(from_hub):
+    """They said that it has several configurations."""
+    (from_hub / "README.md").write_text(
+        TWO_CONFIGURATIONS.replace("name: main", "name: main\n  default: true").replace(".csv", ".jsonl")
+    )
+    for name in ("main", "hard"):
+        (from_hub / name).mkdir()
+        (from_hub / name / "train.jsonl").write_text('{"answer": 1}\n{]\n')
+    with pytest.raises(ValueError, match=r"train\.jsonl, line 2 is not JSON"):
+        load_rows(str(from_hub), "train")
+
+
 LOAD_CONFIGURATIONS = """
 import json
 from vlmrl.data.files import load_rows

@@ -958,6 +958,18 @@ def test_an_evaluation_of_what_is_trained_is_warned_of(tmp_path):
     assert not warned(Data(path, size=2), EvalData(path, split="train[2:]"))
 
 
+def test_the_content_of_a_folder_of_images_does_not_change_with_its_place(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name / "train").mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / name / "train" / f"{number}.png")
+    first, second = (
+        contents("data", load_tasks(Data(path=str(tmp_path / name), prompt="<image>What?")))
+        for name in ("first", "second")
+    )
+    assert first == second and first["data"].startswith("3 rows")
+
+
 def test_the_content_of_a_dataset_changes_with_its_rows_and_not_with_its_place(tmp_path):
     rows = [{"prompt": f"Say {number}.", "answer": str(number)} for number in range(200)]
 
@@ -969,6 +981,9 @@ def test_the_content_of_a_dataset_changes_with_its_rows_and_not_with_its_place(t
     first = content("first", rows)
     assert re.fullmatch("200 rows, of content [0-9a-f]{8}", first["data"])
     assert content("copied", rows) == first
+    assert (
+        contents("data", load_tasks(Data(path=str(jsonl(tmp_path / "more.jsonl", [*rows, rows[0]])))), first) == first
+    )
     edited = [rows[0] | {"answer": "x"}, *rows[1:]]
     for name, others in {"more": [*rows, rows[0]], "fewer": rows[1:], "turned": rows[::-1], "edited": edited}.items():
         assert content(name, others)["data"] != first["data"], name

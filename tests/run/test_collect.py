@@ -378,7 +378,7 @@ def test_a_dataset_whose_rows_are_others_needs_another_folder(recipe, collect, c
         before = (folder / "trajectories.jsonl").read_bytes()
         with pytest.raises(SystemExit, match="1"):
             collect(None, *options)
-        assert "collect.rows.data is now" in capsys.readouterr().err
+        assert "the dataset data is now" in capsys.readouterr().err
         assert (folder / "trajectories.jsonl").read_bytes() == before
     path.write_text("".join(rows[:6]))
     collect(None, *options, "--tasks", "4")
@@ -387,6 +387,18 @@ def test_a_dataset_whose_rows_are_others_needs_another_folder(recipe, collect, c
     del settings["collect"]["rows"]
     (folder / "config.json").write_text(json.dumps(settings))
     assert len(rows_of(collect(None, *options, "--tasks", "4"))) == 4
+
+
+@pytest.mark.slow
+def test_rows_may_be_added_to_a_dataset_without_held_out_rows(recipe, collect, tmp_path):
+    """No task's number moves."""
+    rows = [json.dumps({"prompt": f"Look at {number}.", "answer": "x"}) + "\n" for number in range(6)]
+    path = tmp_path / "rows.jsonl"
+    recipe.write_text(RECIPE.replace("generator=tasks, size=4, seed=None", f'path="{path}"'))
+    for count in (4, 6):
+        path.write_text("".join(rows[:count]))
+        folder = collect(None, "--model.path", "tiny:qwen3", "--rollout.max-turns", "1")
+        assert len({row["task"] for row in rows_of(folder)}) == count
 
 
 class Twice(Env):

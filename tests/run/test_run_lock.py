@@ -161,6 +161,14 @@ def test_a_second_run_is_refused_where_locks_do_not_work_between_machines(error,
         pass
 
 
+def test_a_holder_that_was_paused_too_long_leaves_its_successors_lock(tmp_path, monkeypatch):
+    """Its end emptied the file, so that a third run began while the second one went on."""
+    monkeypatch.setattr(lock_module, "BEAT", 600.0)
+    with run_lock(tmp_path / "x"):
+        (tmp_path / ".x.lock").write_text("process 1 on node2, since 2026-01-01 00:00:00\n")
+    assert (tmp_path / ".x.lock").read_text().startswith("process 1 on node2")
+
+
 @pytest.mark.parametrize("host", ["node1", "node2"])
 def test_a_killed_run_can_be_resumed_where_there_are_no_locks(host, tmp_path, monkeypatch):
     def flock(file, operation):

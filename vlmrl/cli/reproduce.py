@@ -70,7 +70,7 @@ def run_reproduction(recipe: str, config: Config, chosen: ReproduceOptions, sett
         given = any(word.partition("=")[0] == f"--{name}" for word in settings)
         require(not given, f"--{name}", "left to vlmrl reproduce, which sets it for each run", "given")
     usual = {"shuffled": config.algo.credit == "trajectory", "blanked": config.eval.blank_images}
-    controls = [name for name, fits in usual.items() if (fits if chosen.controls is None else name in chosen.controls)]
+    controls = [name for name, fits in usual.items() if fits] if chosen.controls is None else list(chosen.controls)
     if "shuffled" in controls:
         # What the recipe cannot have is refused here, not after its seeds are trained.
         replace(config, train=replace(config.train, shuffle_rewards=True))

@@ -12,6 +12,7 @@ Tool calls are those of OpenAI's API, with arguments as JSON or as an object, ``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,8 +104,9 @@ def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSo
     sides = [[row for row in range(len(rows)) if (row in kept_back) == side] for side in (False, True)]
     if not sides[0]:
         raise ValueError(f"sft.data.{name}.held_out {data.held_out} leaves none of {len(rows)} rows to train on.")
-    content = rows.content()
-    train, rest = (TaskSource(make, side, seed, label=label, warnings=notes, content=content) for side in sides)
+    train, rest = (
+        TaskSource(make, side, seed, label=label, warnings=notes, sample_hash=rows.sample_hash) for side in sides
+    )
     return train, rest if sides[1] else None
 
 
@@ -112,6 +114,8 @@ def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> di
     """The columns of each field that the dataset has. Rows of different datasets in one file have different ones."""
     usual = {field: [each for each in names if each in present] for field, names in COLUMNS.items()}
     if not {"prompt", "completion"}.isdisjoint(data.columns):
+        if "messages" in data.columns:
+            raise ValueError(f"sft.data.{name}.columns must have messages, or prompt and completion, but it has both.")
         usual["messages"] = []
     found = usual | {field: [column] for field, column in data.columns.items()}
     if found["messages"]:
@@ -119,10 +123,10 @@ def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> di
     problem = next(
         (f"there is no column {name!r}" for names in found.values() for name in names if name not in present), None
     )
-    if not found["messages"] and not (found["prompt"] and found["completion"]):
+    if not found["messages"] and not (found["prompt"] and found["completion"]) and problem is None:
         problem = (
-            f"there is no column of messages, under a name of {', '.join(COLUMNS['messages'])}: set `messages COLUMN`, or "
-            "`prompt COLUMN completion COLUMN` for texts"
+            f"there is no column of messages, under a name of {', '.join(COLUMNS['messages'])}: set `messages COLUMN`, or both of "
+            "`prompt COLUMN completion COLUMN`"
         )
     if problem:
         raise ValueError(f"sft.data.{name}.columns: {problem}. The columns of {data.path!r} are: {', '.join(present)}.")
@@ -228,7 +232,9 @@ def _messages(cell: Any, role: str) -> list[dict[str, Any]]:
     """The messages of a prompt or a completion: a list of them, or the text of one of this ``role``."""
     if not isinstance(cell, str):
         return _parsed(cell)
-    if MESSAGES_AS_TEXT.match(cell) or TEMPLATED.match(cell):
+    # An answer may be JSON with one of these keys.
+    has_both = all(re.search(rf"""["']({keys})["']\s*:""", cell) for keys in ("role|from", "content|value"))
+    if (has_both and MESSAGES_AS_TEXT.match(cell)) or (role == "user" and TEMPLATED.match(cell)):
         problem = "has messages written as a text, or in a chat template: write a list of them, or the text alone"
         raise RowError("unreadable", f"the text of the {role} {problem}.")
     return [{"role": role, "content": cell}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import datasets as hf
 
 from vlmrl.data.text_rows import JSON, ExactJson
 
-HASHED_ROWS = 64  # of a dataset, the first and the last among them
+HASHED_ROWS = 64
 
 
 class Rows:
@@ -59,18 +59,16 @@ class Rows:
                     hasher.update(buffer)
         return hasher.hexdigest()
 
-    def content(self) -> str:
-        """How many rows there are, and a hash of some of them: ``1200 rows, of content 3fa9c2d1``.
-
-        Other numbers or another order of rows change it; one row that was edited, only if it is among the hashed ones.
-        """
-        hasher, last = hashlib.blake2b(digest_size=4), len(self) - 1
-        for index in sorted({number * last // (HASHED_ROWS - 1) for number in range(HASHED_ROWS)}):
+    def sample_hash(self, rows: Sequence[int]) -> str:
+        """A hash of up to 64 of these rows, spread over them. Files of images count by their names."""
+        hasher, last = hashlib.blake2b(digest_size=4), len(rows) - 1
+        for place in sorted({number * last // (HASHED_ROWS - 1) for number in range(HASHED_ROWS)} if rows else ()):
             try:
-                hasher.update(json.dumps(self._table[index].to_pylist(), default=_hashed).encode())
+                (row,) = self._table[rows[place]].to_pylist()
+                hasher.update(json.dumps(_without_places(row), default=repr).encode())
             except Exception:  # such as text that is no UTF-8
                 hasher.update(b"unreadable")
-        return f"{len(self)} rows, of content {hasher.hexdigest()}"
+        return hasher.hexdigest()
 
     def column(self, name: str) -> list[Any]:
         if name in self._nested:
@@ -142,6 +140,12 @@ class _ClassName:
         return None if number is None or number < 0 else self.names[number]
 
 
-def _hashed(value: Any) -> str:
-    """What JSON cannot have: the bytes of an image by their hash, and a date."""
-    return hashlib.blake2b(value).hexdigest() if isinstance(value, bytes) else repr(value)
+def _without_places(value: Any) -> Any:
+    """A value with the names of files in place of their absolute paths, and a hash in place of an image's bytes."""
+    if isinstance(value, dict):
+        return {name: _without_places(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(_without_places, value))
+    if isinstance(value, bytes):
+        return hashlib.blake2b(value).hexdigest()
+    return value.rpartition("/")[2] if isinstance(value, str) and value.startswith("/") else value

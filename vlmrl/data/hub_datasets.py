@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets as hf
-from datasets.table import embed_table_storage
+import pyarrow as pa
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -23,15 +25,18 @@ CHANGED_IN_CACHE = ("csv", "json", "imagefolder", "webdataset")
 """Forms of datasets in whose cache `datasets` keeps other values than their files have."""
 
 
+_loading = threading.Lock()  # the setting is one of the whole process
+
+
 @contextmanager
 def _only_declared_types() -> Iterator[None]:
     """Without the types that the hub's viewer finds in the files of nearly all datasets: they would seem to be declared."""
-    given = hf.config.USE_PARQUET_EXPORT
-    hf.config.USE_PARQUET_EXPORT = False
-    try:
-        yield
-    finally:
-        hf.config.USE_PARQUET_EXPORT = given
+    with _loading:
+        given, hf.config.USE_PARQUET_EXPORT = hf.config.USE_PARQUET_EXPORT, False
+        try:
+            yield
+        finally:
+            hf.config.USE_PARQUET_EXPORT = given
 
 
 @_only_declared_types()
@@ -41,24 +46,29 @@ def load_from_hub(path: str, split: str) -> hf.Dataset:
     Raises ValueError if the hub does not have it, or is out of reach and its cache does not.
     """
     dataset, _, configuration = path.partition(":")
-    name = (dataset, configuration) if configuration else (path,)
     try:
-        return _load(name, split)
+        return _load((dataset, configuration) if configuration else (path,), split)
     except OSError as error:  # not found, offline, not allowed: all of them are OSErrors
         looked = ", ".join(map(str, places(path)))
         message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
         raise ValueError(message) from error
+
+
+def _builder(name: tuple[str, ...]) -> hf.DatasetBuilder:
+    """Raises ValueError, with their names, if the dataset has several configurations and none is named."""
+    try:
+        return hf.load_dataset_builder(*name)
     except ValueError:
-        found = [] if configuration else hf.get_dataset_config_names(path)
-        if len(found) < 2 or "default" in found:
+        found = hf.get_dataset_config_names(name[0]) if len(name) == 1 else []
+        if len(found) < 2:
             raise
-        has = f"data.path {path!r} has several configurations ({', '.join(found):.500})"
-        raise ValueError(f"{has}: add the name of one, such as {path}:{found[0]}.") from None
+        has = f"data.path {name[0]!r} has several configurations ({', '.join(found):.500})"
+        raise ValueError(f"{has}: add the name of one, such as {name[0]}:{found[0]}.") from None
 
 
 def _load(name: tuple[str, ...], split: str) -> hf.Dataset:
     """A split of the dataset with this ``name`` and configuration, if there are several."""
-    builder = hf.load_dataset_builder(*name)
+    builder = _builder(name)
     # Where the hub is out of reach, it is that of the cache of `datasets`.
     if type(builder).__name__ == "Cache" and builder.info.builder_name in CHANGED_IN_CACHE:
         return _load((_downloaded(name[0], builder.hash), *name[1:]), split)
@@ -110,10 +120,30 @@ def _load_hub_images(name: tuple[str, ...], split: str, own: Mapping[Any, Any], 
 
 
 def _without_archives(rows: hf.Dataset, own: Mapping[Any, Any]) -> hf.Dataset:
-    """The rows with their images inside, if files of the dataset are archives: only ``datasets`` opens ``zip://0.png::train.zip``."""
-    if not any(Path(file).suffix == ".zip" for files in own.values() for file in files):
+    """The rows with paths of unpacked images, if files of the dataset are archives: only ``datasets`` opens ``zip://0.png::a.zip``."""
+    manager = hf.DownloadManager()
+    archives = [manager.download(file) for files in own.values() for file in files if Path(file).suffix == ".zip"]
+    if not archives:
         return rows
-    return rows.with_format("arrow").map(embed_table_storage, batched=True, batch_size=64).with_format(None)
+    with_files = partial(_with_files, {archive: manager.extract(archive) for archive in archives})
+    return rows.with_format("arrow").map(with_files, batched=True, features=rows.features).with_format(None)
+
+
+def _with_files(folders: Mapping[str, str], table: pa.Table) -> pa.Table:
+    """The table with paths into the folders of the archives."""
+
+    def unpacked(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: unpacked(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return list(map(unpacked, value))
+        if isinstance(value, str) and value.startswith("zip://"):
+            inside, _, archive = value.removeprefix("zip://").partition("::")
+            return str(Path(folders[archive], inside))
+        return value
+
+    columns = [pa.array(unpacked(column.to_pylist()), column.type) for column in table.columns]
+    return pa.table(columns, schema=table.schema)
 
 
 def _types_of_samples(name: tuple[str, ...], split: str) -> hf.Features | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from vlmrl.config import Config, Data, EvalData
@@ -65,11 +67,20 @@ class TaskMixture:
 Tasks = TaskSource | TaskMixture
 
 
-def contents(name: str, tasks: Tasks | None) -> dict[str, str]:
-    """The :attr:`TaskSource.content` of each dataset in ``tasks``: ``{"data": "1200 rows, of content 3fa9c2d1"}``."""
+def contents(name: str, tasks: Tasks | None, earlier: Mapping[str, Any] = MappingProxyType({})) -> dict[str, str]:
+    """How many rows each dataset in ``tasks`` has, and a hash of some of them: ``{"data": "1200 rows, of content 3fa9c2d1"}``.
+
+    Other rows or another order change it; one row that was edited, only if it is among the hashed ones. ``earlier``: what this
+    function returned before. Of such a dataset the first rows are described, as many as there were.
+    """
     parts = {f"{name}.{part}": source for part, source in tasks.parts.items()} if isinstance(tasks, TaskMixture) else {}
-    sources = parts or ({name: tasks} if isinstance(tasks, TaskSource) else {})
-    return {each: source.content for each, source in sources.items() if source.content is not None}
+    found = {}
+    for each, source in (parts or ({name: tasks} if isinstance(tasks, TaskSource) else {})).items():
+        if source.sample_hash is not None:
+            count = re.match(r"\d{1,12}(?= rows)", str(earlier.get(each)))
+            rows = source.rows[: int(count[0])] if count else source.rows
+            found[each] = f"{len(rows)} rows, of content {source.sample_hash(rows)}"
+    return found
 
 
 def load_run_tasks(config: Config) -> tuple[Tasks, Tasks | None]:

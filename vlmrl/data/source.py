@@ -48,8 +48,8 @@ class TaskSource:
     """The columns of a dataset's ``images`` and ``answer``, as far as it has them."""
     names: Sequence[str] = ()
     """All columns of a dataset."""
-    content: str | None = None
-    """Of a dataset, what :meth:`~vlmrl.data.dataset_rows.Rows.content` says."""
+    sample_hash: Callable[[Sequence[int]], str] | None = None
+    """Of a dataset: :meth:`~vlmrl.data.dataset_rows.Rows.sample_hash`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -181,7 +181,7 @@ def _dataset(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
     shown = columns if data.prompt is None else columns | {"prompt": ""}
     found = _source(data, make, label, list(_warnings(rows, shown)))
     read = {name: column for name, column in columns.items() if name in ("images", "answer")}
-    return replace(found, columns=read, names=tuple(rows.columns), content=rows.content()), ids
+    return replace(found, columns=read, names=tuple(rows.columns), sample_hash=rows.sample_hash), ids
 
 
 def _source(

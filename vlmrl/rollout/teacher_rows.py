@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -97,10 +98,11 @@ class TeacherRows:
             if same_messages(messages[: size + 1], [*above.messages, response_message(trajectory.turns[parent])]):
                 sampled = trajectory.turns[parent].response_ids
                 shown = self._renderer.adapt_tool_messages(messages[size + 1 :])
-                added = self._expanded(self._renderer.delta(shown, tools, response=sampled), messages)
-                return TeacherPrompt(
-                    messages, [*above.token_ids, *sampled, *added.token_ids], [*above.media, *added.media]
-                )
+                with suppress(ValueError):  # a template may be unable to append them
+                    added = self._expanded(self._renderer.delta(shown, tools, response=sampled), messages)
+                    return TeacherPrompt(
+                        messages, [*above.token_ids, *sampled, *added.token_ids], [*above.media, *added.media]
+                    )
         shown = self._renderer.adapt_tool_messages(messages)
         return self._expanded(self._renderer.prompt(shown, tools), messages)
 

@@ -24,7 +24,7 @@ import torch
 from vlmrl.config import Config
 from vlmrl.config.checks import refuse_if
 from vlmrl.config.collection import Collection
-from vlmrl.data import contents
+from vlmrl.data import Tasks, contents
 from vlmrl.data.conversations import EPISODES
 from vlmrl.data.stream import Draw
 from vlmrl.engine.chat_engine import ApiModel, BudgetSpentError
@@ -47,7 +47,7 @@ from vlmrl.utils.threads import run_awake
 SAME = {"collect", "model", "data", "mixture", "env", "env_options", "reward", "rollout", "seed", "agent"}
 """Settings, and sections, that all commands for one folder must share, or its episodes would not mean the same."""
 RECORDED = ("collect.weights", "collect.rows.")
-"""What is no setting: a hash of the weights, and of each dataset's rows. Where rows were added, a task's number is that of another."""
+"""What is no setting: a hash of the weights, and of each dataset's rows. Of other rows, a task's number is that of another task."""
 MAY_DIFFER = {"max_concurrent", "engine_timeout", "env_timeout", "max_refills", "max_failed_fraction"}
 MAY_DIFFER |= {"max_env_retries_per_turn", "kv_cache_gib", "group_size", "over_sampling", "samples"}
 """Settings of ``rollout`` that change no episode."""
@@ -86,8 +86,9 @@ def _player(config: Config, model: str | None, api: ApiModel | None) -> tuple[Pl
 def _collect(run: Playing, folder: Path, collection: Collection, model: str, progress: RunProgress) -> None:
     recorded = read_recorded(folder)
     _check_episodes(folder, recorded)
-    settings = {**plain(run.config), "collect": {"model": model, "rows": contents("data", run.tasks)} | _weights(run)}
-    _check_settings(folder, settings)
+    collected = {"model": model, **_weights(run)}
+    settings = {**plain(run.config), "collect": collected | {"rows": contents("data", run.tasks)}}
+    _check_settings(folder, settings, run.tasks)
     with RunLog(folder, {"trajectories.jsonl": recorded.size}) as log:
         log.write_config(settings)
         collector = Collector(run, collection, model, log, recorded)
@@ -127,17 +128,25 @@ def _weights(run: Playing) -> dict[str, str]:
     return {"weights": hasher.hexdigest()}
 
 
-def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Raises ValueError if the folder has episodes of another model, or under other settings."""
-    before = read_object(folder / "config.json")
-    changed = {} if before is None else changed_settings(before, json.loads(json.dumps(settings)))
+def _check_settings(folder: Path, settings: dict[str, Any], tasks: Tasks) -> None:
+    """Raises ValueError if the folder has episodes of another model, of other rows, or under other settings."""
+    before = read_object(folder / "config.json") or {}
+    collected = before.get("collect")
+    if isinstance(collected, dict) and isinstance(collected.get("rows"), dict):
+        # Rows that were only added leave the others' numbers as they are.
+        rows = contents("data", tasks, collected["rows"])
+        settings = settings | {"collect": settings["collect"] | {"rows": rows}}
+    changed = changed_settings(before, json.loads(json.dumps(settings))) if before else {}
     changed = {name: pair for name, pair in changed.items() if _must_be_same(name)}
     # of an earlier version, or of servers
     unknown = [name for name in changed if name.startswith(RECORDED) and None in changed[name]]
     changed = {name: pair for name, pair in changed.items() if name not in unknown}
     if changed:
         retrained = ["  the weights of the model have changed since"] * bool(changed.pop("collect.weights", None))
-        lines = [f"  {name} is now {new!r:.80}, and was {old!r:.80}" for name, (old, new) in sorted(changed.items())]
+        lines = [
+            f"  {name.replace('collect.rows.', 'the dataset ')} is now {new!r:.80}, and was {old!r:.80}"
+            for name, (old, new) in sorted(changed.items())
+        ]
         raise ValueError(
             f"{folder} has episodes under other settings: name another folder with --out.\n"
             + "\n".join(retrained + lines)

@@ -70,7 +70,9 @@ def _lock(folder: Path) -> Iterator[None]:
             ended.set()
             _held.remove(file)
             with suppress(OSError):
-                file.truncate(0)  # it ended in order: the next one need not watch
+                file.seek(0)
+                if file.read() == holder:  # no other one has taken over
+                    file.truncate(0)  # it ended in order: the next one need not watch
 
 
 def _holder(file: TextIO, path: Path) -> str | None:
@@ -90,7 +92,7 @@ def _holder(file: TextIO, path: Path) -> str | None:
     print(
         f"locked    {path.with_suffix('').name[1:]} was written by {last.strip()}: waiting {WATCH:g} s to see whether it still is"
     )
-    return last if _is_touched(path) else None
+    return last if _is_touched(file) else None
 
 
 def _beat(path: Path, ended: threading.Event) -> None:
@@ -99,12 +101,12 @@ def _beat(path: Path, ended: threading.Event) -> None:
             os.utime(path, follow_symlinks=False)
 
 
-def _is_touched(path: Path) -> bool:
+def _is_touched(file: TextIO) -> bool:
     """Whether another process touches the file. Clocks are not compared: those of machines differ."""
-    end, before = time.monotonic() + WATCH, path.stat().st_mtime_ns
+    end, before = time.monotonic() + WATCH, os.fstat(file.fileno()).st_mtime_ns
     while time.monotonic() < end:
         time.sleep(min(0.5, WATCH / 10))
-        if path.stat().st_mtime_ns != before:
+        if os.fstat(file.fileno()).st_mtime_ns != before:
             return True
     return False
 

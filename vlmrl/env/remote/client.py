@@ -13,7 +13,7 @@ from typing import Any
 
 from vlmrl.env.answer import read_points
 from vlmrl.env.base import Env, RetryTurn, encodable
-from vlmrl.env.remote.serialize import checked_tools, deserialize_messages, serialize_task
+from vlmrl.env.remote.serialize import checked_tools, deserialize_answer, serialize_task
 from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import Message, Task
@@ -107,12 +107,12 @@ class RemoteEnv(Env):
         response = waiting(self._request, "PUT", "", body)
         with self._protocol():
             self.tools, self.replayable = checked_tools(response["tools"]), bool(response["replayable"])
-            return None if response["messages"] is None else deserialize_messages(response["messages"], "messages")
+            return None if response["messages"] is None else deserialize_answer(response["messages"], "messages")
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         response = self._request("POST", "/step", {"response": response_text})
         with self._protocol():
-            messages = deserialize_messages(response["messages"], "messages")
+            messages = deserialize_answer(response["messages"], "messages")
             info = _metrics(response["metrics"], self._connection.metrics)
             info["points"] = _points(response.get("points", []))
             info["state"], info["compact"] = _state(response.get("state")), bool(response.get("compact"))

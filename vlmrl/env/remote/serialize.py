@@ -98,10 +98,22 @@ def deserialize_messages(payload: Any, name: str) -> list[Message]:
     size = len(json.dumps(map_images(messages, lambda image: None), ensure_ascii=False))
     if size > MAX_TEXT:  # what no chat template shows has no limit of tokens, and is kept with its turn
         raise ValueError(f"{name} must have at most {MAX_TEXT} characters beside their images, but they have {size}.")
-    pixels = sum(map(_pixels, images_of(messages)))
+    _check_pixels(
+        name, sum(image.width * image.height for image in images_of(messages) if isinstance(image, Image.Image))
+    )
+    return messages
+
+
+def deserialize_answer(payload: Any, name: str) -> list[Message]:
+    """As :func:`deserialize_messages`, of an env server. Raises ValueError also for too many pixels in encoded images."""
+    messages = deserialize_messages(payload, name)
+    _check_pixels(name, sum(map(_pixels, images_of(messages))))
+    return messages
+
+
+def _check_pixels(name: str, pixels: int) -> None:
     if pixels > MOST_PIXELS:
         raise ValueError(f"{name} must not show more than {MOST_PIXELS} pixels in all, but they show {pixels}.")
-    return messages
 
 
 def _pixels(image: ImageSource) -> int:
