@@ -44,6 +44,18 @@ def test_the_policys_own_messages_give_the_policys_own_context(form):
     assert rows[1].media[0].id == rows[0].media[0].id
 
 
+def test_a_template_that_can_append_no_image_writes_the_teachers_context_as_a_whole(monkeypatch):
+    """The update ended with the template's error, as one of the user's function."""
+    trajectory = play(Closer, ["look", "four"], a_task("<image>What?", [image("red")]), max_turns=2)
+    samples, numbering = concat(trajectory), renderer()
+    monkeypatch.setattr(numbering, "_numbers_images", True)
+    TeacherRows(lambda task, trajectory, turn: seen_messages(trajectory, turn), numbering, new_store()).attach(
+        samples, [trajectory]
+    )
+    for row, (ids, media) in zip(samples[0].teacher_rows, trajectory.prompts(), strict=True):
+        assert decoded(row.prompt_token_ids) == decoded(ids) and row.image_ids == [item.id for item in media]
+
+
 NOTE = {"role": "system", "content": ""}
 
 
