@@ -120,6 +120,6 @@ def test_a_resumed_run_says_that_a_datasets_rows_are_others(tmp_path, capsys):
     said(1)
     assert "of data are others" not in said(2)
     path.write_text("".join(rows[1:]))
-    assert "the rows of data are others: 11 rows, of content " in (changed := said(3))
-    assert changed.count("held-out data are others: 11 rows") == 1 and "cannot be compared" in changed
+    assert "the rows of data are others: 7 rows, of content " in (changed := said(3))
+    assert changed.count("held-out data are others: 4 rows") == 1 and "cannot be compared" in changed
     assert "are others" not in said(4)

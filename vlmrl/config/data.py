@@ -37,8 +37,8 @@ class RowSettings(Settings):
     """Where tasks come from: rows of a dataset, or the output of a generator function."""
 
     path: str | None = None
-    """Dataset: a name on the Hugging Face Hub (`openai/gsm8k:main` for one of several configurations), a .parquet, .json, .jsonl or
-    .csv file, or a folder of such files or of images."""
+    """Dataset: a name on the Hugging Face Hub, a .parquet, .json, .jsonl or .csv file, or a folder of such files or of images.
+    One of several configurations is named behind a colon: `openai/gsm8k:main`."""
     split: str = "train"
     """Split of the dataset, optionally a slice such as `train[:100]`."""
     generator: Code = None
@@ -116,8 +116,8 @@ class Conversations(Settings):
     split: str = "train"
     """Split of the dataset, optionally a slice such as `train[:100]`."""
     columns: Columns = field(default_factory=dict)
-    """Columns of the dataset as pairs `FIELD COLUMN`. Set it if they have other names than `messages` or `conversations`, `prompt` and
-    `completion`, `images` or `image`, `tools`, and `system` or `system_prompt`.
+    """Columns of the dataset as pairs `FIELD COLUMN`. Unset, the usual names are looked for:
+    `messages` or `conversations`, `prompt` and `completion`, `images` or `image`, `tools`, `system` or `system_prompt`.
     Texts of a question and an answer: `prompt question completion answer`."""
     epochs: float = 1.0
     """Times that each row is trained on. Raise it for a small dataset.
