@@ -28,7 +28,6 @@ def driver(qwen3):
     made = VLLMDriver(qwen3.run)
     yield made
     made.use(qwen3.first)
-    asyncio.run(qwen3.push())  # the driver is another sender to its server
 
 
 @pytest.mark.parametrize("case", CASES + SERVER_CASES, ids=name_of)

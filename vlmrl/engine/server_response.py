@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ StopReason = Literal["stop", "length", "abort"]
 
 LEAST_LOGPROB, MOST_LOGPROB = -1e5, 1e-3  # no model has lower ones; a server's rounding may leave one just above 0
 MOST_IDS = 2**31  # of a vocabulary whose size is not known
-WEIGHTS_OF_A_RUN = re.compile(r"[0-9a-f]{8}\.(\d+|adapter\d+|fill)")  # as WeightSync names them
 
 
 class BadResponse(Exception):
@@ -115,7 +113,7 @@ def completion_of(
             f"trajectory {request.trajectory_id}: the server counted {response.prompt_tokens!r:.50} prompt tokens, but the renderer "
             f"{expected}: they expand or resize images differently."
         )
-    token_versions = _versions(request, response, versions)
+    token_versions = _versions(response, versions)
     if adapter is not None:
         token_versions = [versions[adapter]] * len(ids)  # a response keeps the adapter that it started with
     experts: list[ExpertRouting | None] = []
@@ -124,21 +122,13 @@ def completion_of(
     return Completion(ids, logprobs, response.stop_reason, token_versions, expected, experts)
 
 
-def _versions(request: Request, response: Response, versions: Mapping[str, int]) -> list[int]:
-    """Per token, the policy version that sampled it.
-
-    Raises ValueError for the weights of another run: while both send theirs, a server also samples from a part of each.
-    """
+def _versions(response: Response, versions: Mapping[str, int]) -> list[int]:
+    """Per token, the policy version that sampled it."""
     total = sum(count for _, count in response.weights)
     if total != len(response.token_ids) or any(count < 0 for _, count in response.weights):
         raise BadResponse(f"{len(response.token_ids)} ids came with the policy versions of {total}")
     found: list[int] = []
     for name, count in response.weights:
-        if name not in versions and WEIGHTS_OF_A_RUN.fullmatch(name):
-            raise ValueError(
-                f"trajectory {request.trajectory_id}: it was sampled from weights that another run has sent to the same server "
-                f"({name}): give each run servers of its own, and resume this one."
-            )
         if name not in versions:
             raise StaleWeights(f"it was sampled from weights {name!r:.200}, which this run never sent")
         found += [versions[name]] * count
