@@ -23,8 +23,8 @@ from vlmrl.report.run_log import RunLog, check_sizes, read_rows
 from vlmrl.run.checkpointing import LoopState, is_newer
 from vlmrl.train.checkpoint import (
     KINDS,
+    SavedTensors,
     check_random,
-    check_tensors,
     complete_checkpoints,
     newest_checkpoint,
     remove_parts,
@@ -64,7 +64,8 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
             f"sft.rows_per_step must be {before}, as until {checkpoint}, but it is {now}: the position in the data is counted in "
             "steps, so that rows would be skipped or repeated. For less memory, lower train.tokens_per_micro_batch."
         )
-    check_tensors(checkpoint, _trained_shapes(config), KINDS if stage == "train" else KINDS[:1])  # without references
+    # a stage before training has no references
+    SavedTensors(checkpoint).check(_trained_shapes(config), KINDS if stage == "train" else KINDS[:1])
     check_random(checkpoint)
     return _with_last_evaluation(config, state)
 

@@ -93,33 +93,42 @@ class _Reader(FileSystemReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.fs = _OwnFiles()
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        folder = Path(self.path)
-        with readable(folder.parent):
-            with self.fs.create_stream(_own_file(folder, ".metadata"), "rb") as file:
-                metadata: Metadata = _MetadataUnpickler(
-                    file
-                ).load()  # alone: torch would read what may be another file by now
-            if not isinstance(metadata, Metadata):
-                raise ValueError(f"its metadata is a {type(metadata).__name__}")
-            for part in (metadata.storage_data or {}).values():
-                if _own_file(folder, part.relative_path).stat().st_size < part.offset + part.length:
-                    raise EOFError(f"{part.relative_path} is cut")
-            metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
+        """Read once: a second reading may be of another file by now, and takes as long again (seconds for thousands of tensors)."""
+        if self._metadata is None:
+            with readable(Path(self.path).parent):
+                self._metadata = self._read_metadata(Path(self.path))
+        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def _read_metadata(self, folder: Path) -> Metadata:
+        with self.fs.create_stream(_own_file(folder, ".metadata"), "rb") as file:
+            # alone: torch would read what may be another file by now
+            metadata: Metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"its metadata is a {type(metadata).__name__}")
+        ends: dict[str, int] = {}
+        for part in (metadata.storage_data or {}).values():
+            ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+        for name, end in ends.items():
+            if _own_file(folder, name).stat().st_size < end:
+                raise EOFError(f"{name} is cut")
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """As torch's, which does not compare the checksums that it wrote: changed bytes would be trained on."""
-        parts = {
-            (part.relative_path, part.offset): part
-            for part in (self.storage_data[item.storage_index] for item in plan.items)
-        }
-        for part in parts.values():
-            with self.fs.create_stream(Path(self.path) / part.relative_path, "rb") as file:
-                file.seek(part.offset)
-                _check_sums(part.relative_path, BytesIO(file.read(part.length)))
+        places: dict[str, set[tuple[int, int]]] = {}
+        for item in plan.items:
+            part = self.storage_data[item.storage_index]
+            places.setdefault(part.relative_path, set()).add((part.offset, part.length))
+        for name, parts in places.items():
+            with self.fs.create_stream(Path(self.path) / name, "rb") as file:
+                for offset, length in sorted(parts):
+                    file.seek(offset)
+                    _check_sums(name, BytesIO(file.read(length)))
         return super().read_data(plan, planner)
 
 
@@ -227,10 +236,43 @@ def save_tensors(checkpoint: Path, tensors: Tensors) -> None:
             raise next(iter(error.failures.values()))[0] from error
 
 
-def load_tensors(checkpoint: Path, tensors: Tensors) -> None:
-    """Fill ``tensors`` in place; another number of ranks may have saved them. Raises ValueError as :func:`check_tensors`."""
-    check_tensors(checkpoint, {name: tensor.shape for name, tensor in tensors.items()})
-    _fill(tensors, checkpoint)
+class SavedTensors:
+    """The tensors of a checkpoint, with their ``shapes`` by name.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or holds what no checkpoint of ours does.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._reader = _Reader(checkpoint / "trainer")
+        metadata = self._reader.read_metadata()
+        with readable(checkpoint):
+            entries = metadata.state_dict_metadata.items()
+            self.shapes: Mapping[str, tuple[int, ...]] = {
+                name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+            }
+
+    def check(self, shapes: Mapping[str, Sequence[int]], kinds: tuple[str, ...] = KINDS) -> None:
+        """Raises ValueError if the saved tensors of these ``kinds`` have other names or shapes than those of ``shapes``."""
+        saved = {name: size for name, size in self.shapes.items() if name.startswith(kinds)}
+        wanted = {name: tuple(shape) for name, shape in shapes.items() if name.startswith(kinds)}
+        names = sorted({name for name, _ in saved.items() ^ wanted.items()})
+        if names:
+            name = names[0]
+            raise ValueError(
+                f"checkpoint {self._checkpoint}: it was made by another model or with other trained parts; {len(names)} tensors "
+                f"differ or are only in one of them, such as {name!r}: {saved.get(name, 'none')} in the checkpoint, "
+                f"{wanted.get(name, 'none')} in the run. Use the settings (model.path, model.lora, model.freeze, teacher.model) of "
+                "the run that made it."
+            )
+
+    def load(self, tensors: Tensors, kinds: tuple[str, ...] = KINDS) -> None:
+        """Fill ``tensors`` in place; another number of ranks may have saved them. Raises ValueError as :meth:`check`."""
+        self.check({name: tensor.shape for name, tensor in tensors.items()}, kinds)
+        with warnings.catch_warnings(), readable(self._checkpoint):
+            warnings.simplefilter("ignore")
+            state_dict_loader.load(dict(tensors), storage_reader=self._reader)
 
 
 @torch.no_grad()
@@ -244,37 +286,7 @@ def load_weights(checkpoint: Path, policy: nn.Module) -> None:
         ValueError: the checkpoint's trained parameters have other names or shapes.
     """
     weights = {f"weight/{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}
-    check_tensors(checkpoint, {name: weight.shape for name, weight in weights.items()}, ("weight/",))
-    _fill(weights, checkpoint)
-
-
-def _fill(tensors: Tensors, checkpoint: Path) -> None:
-    """Read each of ``tensors`` in place from the checkpoint, which may hold others, too."""
-    with warnings.catch_warnings(), readable(checkpoint):
-        warnings.simplefilter("ignore")
-        state_dict_loader.load(dict(tensors), storage_reader=_Reader(checkpoint / "trainer"))
-
-
-def check_tensors(checkpoint: Path, shapes: Mapping[str, Sequence[int]], kinds: tuple[str, ...] = KINDS) -> None:
-    """Raises ValueError if the tensors of these ``kinds`` in a checkpoint have other names or shapes than those of ``shapes``."""
-    saved = {name: size for name, size in saved_shapes(checkpoint).items() if name.startswith(kinds)}
-    wanted = {name: tuple(shape) for name, shape in shapes.items() if name.startswith(kinds)}
-    names = sorted({name for name, _ in saved.items() ^ wanted.items()})
-    if names:
-        name = names[0]
-        raise ValueError(
-            f"checkpoint {checkpoint}: it was made by another model or with other trained parts; {len(names)} tensors differ or are "
-            f"only in one of them, such as {name!r}: {saved.get(name, 'none')} in the checkpoint, {wanted.get(name, 'none')} in the "
-            "run. Use the settings (model.path, model.lora, model.freeze, teacher.model) of the run that made it."
-        )
-
-
-def saved_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the saved tensors by name."""
-    metadata = _Reader(checkpoint / "trainer").read_metadata()
-    with readable(checkpoint):
-        entries = metadata.state_dict_metadata.items()
-        return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    SavedTensors(checkpoint).load(weights, ("weight/",))
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Tensors:

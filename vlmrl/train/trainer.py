@@ -22,14 +22,13 @@ from vlmrl.config.fields import short_name
 from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.train.checkpoint import (
+    SavedTensors,
     init_optimizer_state,
     load_random,
-    load_tensors,
     optimizer_state,
     random_state,
     save_random,
     save_tensors,
-    saved_shapes,
 )
 from vlmrl.train.finite_check import FiniteCheck
 from vlmrl.train.loss_inputs import loss_inputs
@@ -339,9 +338,10 @@ class Trainer:
 
         Hyperparameters such as the learning rate are those of this trainer's spec.
         """
-        init_optimizer_state(self.optimizer, self._weights.named, saved_shapes(checkpoint).keys())
+        saved = SavedTensors(checkpoint)
+        init_optimizer_state(self.optimizer, self._weights.named, saved.shapes.keys())
         tensors = self._tensors()
-        load_tensors(checkpoint, tensors)
+        saved.load(tensors)
         self.steps_done = int(tensors["steps_done"])
         self._weights.publish()
         if self.teacher is not None:
