@@ -19,8 +19,9 @@ from vlmrl.model.own_forward import use_forward
 DIFFERENT = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "smolvlm"]
 """A family of each kind of decoder layer."""
 
-INDUCTOR = ["qwen3_vl", "qwen3_5"]
-"""Their kernels are made, too, which takes most of a test's time; for the others, the graphs are traced and run as they are."""
+BACKENDS = {"qwen3_vl": "inductor", "qwen3_5": "aot_eager"}
+"""Of the first, kernels are made, too, and of the second, graphs of the gradients; both take most of a test's time. For the others, the
+forward graphs are traced and run as they are."""
 
 GRAPHS = {"qwen3_vl_moe": 7, "qwen3_5": 6, "smolvlm": 6}
 """Two before the attention, and two after it; more around a router, in recurrent layers, and where images make the input a view."""
@@ -61,15 +62,14 @@ def check(model: LoadedModel, most: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DIFFERENT)
 def test_compiled_layers_give_the_eager_numbers(family, tmp_path, monkeypatch):
-    if family not in INDUCTOR:
-        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=BACKENDS.get(family, "eager")))
     check(load(family, tmp_path), most=GRAPHS.get(family, 4))
 
 
 @pytest.mark.slow
 def test_they_do_with_adapters(tmp_path, monkeypatch):
     """The first layer's inputs have no gradient: it has graphs of its own."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     check(load("qwen3", tmp_path, lora=Lora(rank=4)), most=8)
 
 

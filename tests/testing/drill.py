@@ -131,7 +131,7 @@ def interrupt(run: DrilledRun, resumed: bool, number: int, stage: str, luck: ran
             break
         if step > first and seen == stage:
             break
-        time.sleep(0.0005)
+        time.sleep(0.005)
     time.sleep({"checkpoint": 0.01, "anything": 3.0}.get(stage, min(0.5, run.pace())) * luck.random())
     step, seen = run.stage()
     if process.poll() is None:

@@ -26,7 +26,7 @@ def short_quickstart(tmp_path: Path, **changes: Any) -> Config:
         output_dir=str(tmp_path / "runs"),
         data=replace(config.data, size=32),
         eval=replace(config.eval, data=replace(config.eval.data, size=8), every=1),
-        warm_start=replace(config.warm_start, steps=60, trajectories_per_step=16),
+        warm_start=replace(config.warm_start, steps=5, trajectories_per_step=4),
         train=replace(config.train, steps=2, groups_per_batch=4),
         rollout=replace(config.rollout, group_size=4),
         **changes,
