@@ -16,6 +16,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets as hf  # Hugging Face's: this folder has no __init__.py and is no package
@@ -53,9 +54,11 @@ def prepare(
         hf.Dataset.from_list(rows, features=FEATURES).to_parquet(out / f"{split}.parquet")
         counts[split] = len(rows)
     if corpus != "none":
-        passages = hf.Dataset.from_generator(passages_of, gen_kwargs={"corpus": corpus})
-        passages.to_parquet(out / "corpus.parquet")
-        counts["corpus"] = len(passages)
+        # The shared cache would give the passages that a file of this name had before.
+        with TemporaryDirectory(prefix=".", dir=out) as cache:
+            passages = hf.Dataset.from_generator(passages_of, gen_kwargs={"corpus": corpus}, cache_dir=cache)
+            passages.to_parquet(out / "corpus.parquet")
+            counts["corpus"] = len(passages)
     for name, count in counts.items():
         print(f"{out / name}.parquet: {count} rows")
     return counts

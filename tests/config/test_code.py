@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -142,6 +144,9 @@ def test_a_missing_optional_package_names_its_extra():
 
 CODE = """
 class Env: pass
+class Scaled:
+    def __init__(self, scale): self.scale = scale
+    def advantage(self, rewards, group_ids): return self.scale * rewards
 def judge(text, task): return 1.0
 def best(trajectories): return [0.0]
 def tasks(index, seed): return {"prompt": "x"}
@@ -191,6 +196,24 @@ def test_code_becomes_its_object_and_paths_become_absolute(folder):
         "k": 2
     }
     assert resolve_config(config) == config
+
+
+def test_a_function_of_algo_stays_itself_where_its_name_would_load_another_one(folder, monkeypatch):
+    """A second execution of the main program has globals of its own: a sweep that sets one would train with the first value."""
+    program = ModuleType("__main__")
+    program.__file__ = str(
+        write(folder / "sweep.py", "SCALE = 1.0\ndef mine(rewards, group_ids):\n    return SCALE * rewards\n")
+    )
+    exec(Path(program.__file__).read_text(), vars(program))
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    assert resolve_config(Config(algo=Algo(advantage=program.mine))).algo.advantage is program.mine
+
+    judge = load_object(f"{folder}/mine.py:judge")
+    wrapper = functools.wraps(judge)(lambda rewards, group_ids: judge(rewards, group_ids))
+    scaled = load_object(f"{folder}/mine.py:Scaled")(2.0).advantage
+    for code in (wrapper, scaled):
+        assert resolve_config(Config(algo=Algo(advantage=code))).algo.advantage is code
+    assert resolve_config(Config(algo=Algo(advantage=judge))).algo.advantage == f"{folder}/mine.py:judge"
 
 
 def test_the_parts_of_a_mixture_are_resolved(folder):

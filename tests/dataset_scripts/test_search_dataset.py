@@ -44,6 +44,18 @@ def test_questions_and_passages_become_tasks_and_a_corpus(tmp_path):
     assert (passage.id, passage.title, passage.text) == ("p", "One", "It is 1.")
 
 
+def test_a_corpus_that_was_edited_is_read_again(tmp_path):
+    """Hugging Face's cache would give the passages that a file of this name had before."""
+    source = write(tmp_path / "q.jsonl", [{"question": f"What is {n}?", "answer": "red"} for n in range(40)])
+    for texts in (["It is 1."], ["It is 2.", "It is 3."]):
+        corpus = write(tmp_path / "corpus.jsonl", [{"text": text} for text in texts])
+        assert prepare(tmp_path / "out", source, corpus)["corpus"] == len(texts)
+        assert [passage.text for passage in load_corpus(str(tmp_path / "out/corpus.parquet"))] == texts
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        f"{name}.parquet" for name in ("train", "validation", "corpus")
+    }
+
+
 @pytest.mark.parametrize("answers", [{"golden_answers": ["red"]}, {"answer": "red"}])
 def test_answers_under_the_fields_other_names_are_found(tmp_path, answers):
     rows = [{"question": f"What is {n}?", **answers} for n in range(40)]

@@ -248,3 +248,14 @@ def test_several_rewards_are_added_by_weight_and_each_is_a_metric(given: Any, re
     assert done and info == {"reward": reward, "right": 0.0, "short": 1.0}
     saved = from_plain(Config, json.loads(json.dumps(plain(config)))).reward
     assert [str(code).partition(":")[2] for code in saved] == ["right", "short"]
+
+
+def test_a_function_named_reward_is_one_of_several_and_not_their_sum():
+    def reward(text: str, task: Task) -> float:
+        return 0.25
+
+    reward.__qualname__ = "reward"  # as of a function of a file
+    for limit, ending in ((100, "env_done"), (1, "length")):
+        for given, expected in (((reward, short), 1.25), ({reward: 2.0, short: 10.0}, 10.5), ({reward: 2.0}, 0.5)):
+            trajectory = play(resolve_env(None, given), ["no"], max_turns=1, max_response_tokens=limit)
+            assert (trajectory.ending, trajectory.reward) == (ending, expected)

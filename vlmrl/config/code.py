@@ -17,6 +17,7 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -82,14 +83,19 @@ def _resolve_parts(name: str, parts: dict[str, Any], folder: Path | None) -> dic
 
 
 def _resolve_name(field: str, code: str | Callable[..., Any], folder: Path | None) -> str | Callable[..., Any]:
-    """The name of a built-in function, or of code by an absolute path. A function that has no such name stays as it is."""
+    """The name of a built-in function, or of code by an absolute path. A function stays as it is if no name loads that same one."""
     if isinstance(code, str):
         if ":" in code:
             load_code(field, code, folder)
         return _absolute_code(field, code, folder)
-    has_name = not {"<lambda>", "<locals>"} & set(getattr(code, "__qualname__", "<lambda>").split("."))
-    path = code_path(code) if has_name else ""
-    return code if not path or path.startswith("__main__:") else path
+    # The file of the main program is not loaded a second time: the copy would not see the values that the program sets.
+    if getattr(code, "__module__", None) in (None, "__main__") or not hasattr(code, "__qualname__"):
+        return code
+    path = code_path(code)
+    with suppress(ValueError):
+        if load_object(path) is code:  # not the function that it wraps, nor a method without its object
+            return path
+    return code
 
 
 def _resolve_names(field: str, codes: Sequence[str | Callable[..., Any]], folder: Path | None) -> tuple[Any, ...]:

@@ -150,7 +150,8 @@ class RewardEnv(Env):
         if weights == [1.0]:
             return {"reward": scores[0]}
         total = None if None in scores else sum(map(mul, weights, scores))
-        return {"reward": total, **dict(zip(map(_name, self.functions), scores, strict=True))}
+        # The sum last, and not one of the functions, which may have the name, too.
+        return {**dict(zip(map(_name, self.functions), scores, strict=True)), "reward": total}
 
 
 @dataclass(frozen=True)
