@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from vlmrl import Config
 from vlmrl.config.saved import SavedRun, from_plain, read_settings
 from vlmrl.model.loading import chat_template_text
 from vlmrl.run import model_export
+from vlmrl.run.eval_program import resolve_eval_models
 from vlmrl.run.model_export import export_model
 
 
@@ -98,6 +100,23 @@ def test_an_export_publishes_no_checkpoint_that_a_run_links_to(link, tmp_path):
     with pytest.raises(ValueError, match=r"but (a link leads from there to .*private|it is a link)"):
         export_model(run, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("use", [export_model, lambda run, out: resolve_eval_models([str(run)], Config())])
+def test_a_pipe_is_not_read_to_find_the_weights_that_a_run_wrote_last(use, tmp_path):
+    """`vlmrl export` and `vlmrl eval` waited for a writer, and read a link to /dev/zero until no memory was left."""
+    run = tmp_path / "run"
+    for folder in ("model", "checkpoints/step000001/trainer"):
+        (run / folder).mkdir(parents=True)
+    (run / "model/config.json").write_text('{"model_type": "qwen2"}')
+    (run / "config.json").write_text('{"model": {}, "rollout": {}, "train": {}}')
+    (run / "saved.json").write_text('{"model": []}')
+    pipe = run / "checkpoints/step000001/run.json"
+    os.mkfifo(pipe)
+    # It writes nothing, and lets a reader go on that waits for it.
+    threading.Thread(target=lambda: os.close(os.open(pipe, os.O_WRONLY)), daemon=True).start()
+    with pytest.raises(ValueError, match=r"run\.json: it must be a regular file, but it is a link, a pipe"):
+        use(run, str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("name", ["id_rsa", "link.jinja"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -121,6 +124,30 @@ def test_a_video_processor_in_a_file_of_its_own_saves_no_file_elsewhere(qwen3_vl
         load_video_processor(str(folder))
 
 
+SOURCE = {"_auto_class": "AutoConfig", "__module__": "my_rewards"}
+UNDER_OTHER_NAMES = {"attribute_map": {"a": "_auto_class", "b": "__module__"}, "a": "AutoConfig", "b": "my_rewards"}
+
+
+@pytest.mark.parametrize(
+    ("part", "settings"), [("", SOURCE), ("", UNDER_OTHER_NAMES), ("image", SOURCE), ("video", SOURCE)]
+)
+def test_a_model_is_saved_without_source_files_of_this_machine(part, settings, qwen3_vl, tmp_path, monkeypatch):
+    """transformers copied the file of whatever module such settings name: a user's own rewards were uploaded with the model."""
+    (tmp_path / "my_rewards.py").write_text("KEY = 'private'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "my_rewards", importlib.import_module("my_rewards"))
+    folder, saved = copied(qwen3_vl, tmp_path / "model"), tmp_path / "saved"
+    if part:
+        change_processor(folder, part, **settings)
+    else:
+        change(folder / "config.json", **settings)
+    with suppress(ValueError):
+        load_model(Model(path=str(folder)), tmp_path, seed=0).save(saved)
+    assert not (saved / "my_rewards.py").exists()
+    with pytest.raises(ValueError, match=r"must not have _auto_class"):
+        load_model(Model(path=str(folder)), tmp_path, seed=0)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_config_names_no_file_that_is_read_in_its_place(device, qwen3_vl, tmp_path):
     """transformers took the processor's class from it, which was not checked: Ernie's saved a private file with the trained model."""
@@ -142,7 +169,6 @@ def test_a_config_names_no_file_that_is_read_in_its_place(device, qwen3_vl, tmp_
 @pytest.mark.parametrize(
     ("file", "settings"),
     [
-        ("config.json", {"_auto_class": "AutoConfig"}),
         ("config.json", {"distributed_config": "none"}),
         ("config.json", {"save_pretrained": True}),
         ("tokenizer_config.json", {"backend_tokenizer": "tokenizers"}),
@@ -161,7 +187,7 @@ def test_what_cannot_be_saved_is_known_before_the_training(file, settings, devic
 
 def test_a_run_tries_what_it_will_save(qwen3_vl, tmp_path):
     folder = copied(qwen3_vl, tmp_path / "model")
-    change(folder / "config.json", _auto_class="AutoConfig")
+    change(folder / "config.json", save_pretrained=True)
     with pytest.raises(ValueError, match=r"model\.path .* saving them failed"):
         build_run(short_quickstart(tmp_path, model=Model(path=str(folder))))
 

@@ -10,10 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmrl.cli.recipe import errors_in_one_line
+from vlmrl.config.fields import positive
 from vlmrl.report.progress import RunProgress
 from vlmrl.utils.terminal import RunTerminal, Terminal, printable, printable_log
 
-HOSTILE = "hi \x1b]52;c;cm0=\x07\x1b[2J\x9b1m\u202eyou\ud800"
+CONTROLS = "hi \x1b]52;c;cm0=\x07\x1b[2J\x9b1m\u202eyou"
+HOSTILE = CONTROLS + "\ud800"
 
 
 def test_control_characters_become_escapes():
@@ -36,6 +38,16 @@ def test_an_error_in_one_line_is_printable(capsys):
     with pytest.raises(SystemExit), errors_in_one_line():
         raise ValueError(f"row 0: {HOSTILE}")
     assert capsys.readouterr().err.startswith(r"vlmrl: row 0: hi \x1b]52")
+
+
+def test_a_traceback_is_printable(capsys, monkeypatch):
+    """That of a chat template which raises wrote to the clipboard."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(AttributeError) as raised, errors_in_one_line():
+        positive("train", None, CONTROLS)
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback") and printed.endswith(f"has no attribute '{printable(CONTROLS)}'\n")
 
 
 def test_a_log_shows_texts_of_others_with_escapes(capsys):

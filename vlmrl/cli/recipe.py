@@ -22,7 +22,7 @@ from vlmrl.config import Config, Conversations, Data, EvalData
 from vlmrl.config.code import load_object
 from vlmrl.config.option_names import describe_unknown, option_names
 from vlmrl.utils.require import require
-from vlmrl.utils.terminal import printable
+from vlmrl.utils.terminal import print_traceback, printable
 from vlmrl.utils.users_line import users_line
 
 RecipePath = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
@@ -204,6 +204,7 @@ def errors_in_one_line() -> Iterator[None]:
         is_expected = isinstance(error, ValueError | OSError) or _ended_the_run(error)
         place = users_line(error)
         if not is_expected and (place is None or place.calls_vlmrl):
+            sys.excepthook = print_traceback
             raise
         message = str(error) if is_expected else f"{type(error).__name__}: {error}"
         where = f" ({place})" if place and str(place) not in message else ""

@@ -57,10 +57,11 @@ def check_config_file(path: str) -> None:
 
 
 def check_config(path: str, config: Any) -> None:
-    """Raises ValueError if the ``config`` of a model, of transformers, has quantized weights, or names a file of weights.
+    """Raises ValueError if the ``config`` of a model, of transformers, has quantized weights, or names a file of weights or of code.
 
     Quantized weights are not trained, and neither saved nor sent in that form. A file of weights may be an index of other files.
     """
+    _check_no_source(path, CONFIG_NAME, config._auto_class)
     for part in _parts(config):
         if (quantized := getattr(part, "quantization_config", None)) is not None:
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -72,6 +73,19 @@ def check_config(path: str, config: Any) -> None:
         raise ValueError(
             f"model.path {path!r}: its config.json must not have transformers_weights, which names weights that servers do not "
             "read: remove it, and name that file model.safetensors, or model.safetensors.index.json for an index."
+        )
+
+
+def _check_no_source(path: str, file: str, auto_class: object) -> None:
+    """Raises ValueError if a ``file`` of a model's settings sets ``_auto_class``.
+
+    transformers would copy the source file of the module that they name as ``__module__``, which may be the user's own, into each
+    folder to which the model is saved.
+    """
+    if auto_class is not None:
+        raise ValueError(
+            f"model.path {path!r}: its {file} must not have _auto_class, by which source files of this machine would become a part of "
+            "the saved model: remove it."
         )
 
 
@@ -188,7 +202,7 @@ def _is_own(folder: Path, real: Path) -> bool:
 
 def check_processors(path: str, *more: str) -> None:
     """Raises ValueError if the settings of a model's image processor, or those in ``more`` files, name a class of transformers that
-    no family's models have.
+    no family's models have, or have the source of a class saved.
 
     Such a class may save files elsewhere with the trained model, as Ernie's video processor does with its font, or ask on the terminal
     whether to run code of the folder, as AutoFeatureExtractor does.
@@ -196,6 +210,7 @@ def check_processors(path: str, *more: str) -> None:
     for file in (CONFIG_NAME, PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, *more):
         settings = _object(path, file)
         for part in (settings, *(each for each in settings.values() if isinstance(each, dict))):
+            _check_no_source(path, file, part.get("_auto_class"))
             for key, name in part.items():
                 is_class = key.endswith("_processor_type") or key == "feature_extractor_type"
                 if is_class and isinstance(name, str) and _is_foreign_processor(name):

@@ -9,8 +9,11 @@ import logging
 import os
 import re
 import signal
+import sys
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from types import TracebackType
 from typing import IO, Any
 
 from rich.console import Console
@@ -24,6 +27,11 @@ _CONTROLS = re.compile(r"[^\t\n\x20-\x7e\xa0-\u2029\u202f-\u2065\u206a-\ud7ff\ue
 def printable(text: str) -> str:
     """``text`` with its control characters, but tab and newline, as escapes: ``\\x1b``."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As ``sys.excepthook``, of an error that may quote a model's chat template or another text of others."""
+    print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def printable_log(name: str) -> logging.Logger:
