@@ -30,8 +30,6 @@ os.environ["MKL_CBWR"] = "AUTO,STRICT"
 # Torch keeps oneDNN's compiled code of the last 1024 shapes of bfloat16 products: half a GiB over all tests.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
-# Inductor compiles in the process of the test: its pool would be another process that imports torch.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # One arena for all threads, and buffers of 1 MiB in mappings of their own, which go back when they are freed: else each thread of a
 # run leaves 20 MiB behind.
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
