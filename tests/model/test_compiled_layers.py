@@ -20,7 +20,7 @@ DIFFERENT = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "smol
 """A family of each kind of decoder layer."""
 
 GRADIENTS = ["qwen3_vl", "qwen3_5"]
-"""Of these, graphs of the gradients are made, too, which takes most of a test's time; for the others, the forward graphs are traced and
+"""Graphs of their gradients are made, too, which takes most of the time. Of the others, the forward graphs are traced and
 run as they are. Kernels are compiled in `tests/gpu_sim/test_layers.py`."""
 
 GRAPHS = {"qwen3_vl_moe": 7, "qwen3_5": 6, "smolvlm": 6}
