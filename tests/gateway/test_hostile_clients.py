@@ -131,7 +131,7 @@ def test_100_mb_are_refused_before_they_are_in_memory(declared):
 
 def test_all_bodies_together_have_a_limit():
     gate = Gate()
-    with serving(agent_episode(gate), others(), max_body=2**20, max_held=2**20) as served:
+    with serving(agent_episode(gate), others(), max_body=2**20, max_held=2**20, room_seconds=0) as served:
         body = json.dumps(HELLO).encode()
         half = served.connect()
         half.sendall(served.head(2**20) + b" " * (2**20 - 100))
@@ -145,9 +145,27 @@ def test_all_bodies_together_have_a_limit():
         assert served.server._app._held == 0
 
 
+def test_a_request_waits_until_there_is_room_for_its_body():
+    """Of 64 agents that sent 40 MB of screenshots at once, 11 were lost: clients repeat a request twice, within seconds."""
+    with serving(others(), others(), max_body=2**20, max_held=2**20) as served, ThreadPoolExecutor(1) as clients:
+        app = served.server._app
+        half = served.connect()
+        half.sendall(served.head(2**20) + b" " * (2**20 - 100))
+        wait_until(lambda: app._held > 2**19)
+        body = json.dumps(HELLO).encode() + b" " * 600_000
+        second = clients.submit(served.post, body=body, client=served.clients[1])
+        wait_until(lambda: second.done() or sum(len(each.tasks) for each in app.opened.values()) == 2)
+        half.close()
+        assert second.result().status_code == 200
+        assert served.server.counts["answered"] == 1 and "busy" not in served.server.counts
+
+
 def test_the_bodies_of_one_trajectory_leave_room_to_others():
     """Sixteen requests whose last bytes never came had all of the room: all other trajectories got 503 for two minutes."""
-    with serving(others(), others(), max_body=2**20, max_held=4 * 2**20) as served, ExitStack() as stack:
+    with (
+        serving(others(), others(), max_body=2**20, max_held=4 * 2**20, room_seconds=0) as served,
+        ExitStack() as stack,
+    ):
         app = served.server._app
         for _ in range(4):
             half = stack.enter_context(served.connect())
@@ -170,7 +188,10 @@ def test_images_that_wait_to_be_loaded_count_among_the_bodies(monkeypatch):
     monkeypatch.setattr(RequestImages, "_load", slow)
     image = uri(png() + bytes(600_000))
     parts = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "what?"}]
-    with serving(others(), others(), max_body=2**20, max_held=2**20) as served, ThreadPoolExecutor(1) as clients:
+    with (
+        serving(others(), others(), max_body=2**20, max_held=2**20, room_seconds=0) as served,
+        ThreadPoolExecutor(1) as clients,
+    ):
         app = served.server._app
         first = clients.submit(served.post, body={"messages": [{"role": "user", "content": parts}]})
         assert begun.wait(PATIENCE)

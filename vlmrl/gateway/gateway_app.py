@@ -46,6 +46,9 @@ from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 10.0
 WRITE_SECONDS = 60.0  # in which a client must read what was written
+# In which there must be memory for a body that has not begun to be read.
+ROOM_SECONDS = 60.0
+ROOM_POLL_SECONDS = 0.1
 LONG_BODY = 100_000  # bytes; parsing them takes about a millisecond
 PARSE_SECONDS = 60.0  # in which a thread must parse a body
 MAX_IN_FLIGHT = 64  # requests of one trajectory
@@ -115,6 +118,7 @@ class GatewayApp:
         heartbeat: float = HEARTBEAT_SECONDS,
         body_seconds: float = BODY_SECONDS,
         write_seconds: float = WRITE_SECONDS,
+        room_seconds: float = ROOM_SECONDS,
         max_in_flight: int = MAX_IN_FLIGHT,
         max_held: int = MAX_HELD,
     ) -> None:
@@ -127,6 +131,7 @@ class GatewayApp:
         self._heartbeat = heartbeat
         self._body_seconds = body_seconds
         self._write_seconds = write_seconds
+        self._room_seconds = room_seconds
         self._max_in_flight = max_in_flight
         self._max_body = max_body
         self._max_held = max(max_held, max_body)
@@ -213,16 +218,36 @@ class GatewayApp:
             self._release(exchange, opened)
 
     async def _body(self, exchange: Exchange, opened: OpenEpisode) -> bytes:
-        """The body of a request, for which there must be memory now. It counts until it is released."""
+        """The body of a request. It waits until there is memory for it, and counts until it is released."""
+        declared = exchange.request.content_length
 
         def arrived(size: int) -> None:
-            self._hold(exchange, opened, exchange.held + size)
+            if declared is None:
+                self._hold(exchange, opened, exchange.held + size)
 
         try:
+            if declared is not None and declared <= self._max_body:
+                await self._wait_for_room(exchange, opened, declared)
             return await read_body(exchange.request, self._max_body, "the gateway's limit", self._body_seconds, arrived)
         except BodyError as error:
             code = {400: "body", 408: "slow_body", 413: "large_body"}[error.status]
             raise ChatError(error.status, code, str(error)) from None
+
+    async def _wait_for_room(self, exchange: Exchange, opened: OpenEpisode, size: int) -> None:
+        """Count ``size`` bytes for a request as soon as there is room for them; meanwhile nothing of its body is read.
+
+        Clients repeat a refused request twice, within seconds. Raises ChatError if there is no room in ``room_seconds``.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._room_seconds
+        while True:
+            try:
+                return self._hold(exchange, opened, size)
+            except ChatError:
+                if loop.time() >= deadline:
+                    raise
+                self._release(exchange, opened)
+            await asyncio.sleep(ROOM_POLL_SECONDS)
 
     def _hold(self, exchange: Exchange, opened: OpenEpisode, size: int) -> None:
         """Count ``size`` bytes of memory for a request. Raises ChatError if there is no room for them.
