@@ -59,6 +59,7 @@ def prepare(
             passages = hf.Dataset.from_generator(passages_of, gen_kwargs={"corpus": corpus}, cache_dir=cache)
             passages.to_parquet(out / "corpus.parquet")
             counts["corpus"] = len(passages)
+            del passages  # it maps the cache's files
     for name, count in counts.items():
         print(f"{out / name}.parquet: {count} rows")
     return counts

@@ -19,7 +19,7 @@ from testing.gateway import HELLO, PATIENCE, Gate, png, serving, uri
 
 from vlmrl.gateway import episode as episode_module
 from vlmrl.gateway import gateway_app, request_body
-from vlmrl.gateway.chat import ChatRequest, ChatResponse
+from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.request_body import ParsedRequest
 from vlmrl.gateway.request_images import RequestImages
 from vlmrl.multimodal import renderer as renderer_module
@@ -152,9 +152,19 @@ def test_a_request_waits_until_there_is_room_for_its_body():
         half = served.connect()
         half.sendall(served.head(2**20) + b" " * (2**20 - 100))
         wait_until(lambda: app._held > 2**19)
+        hold, refused = app._hold, []
+
+        def watched(*request):
+            try:
+                hold(*request)
+            except ChatError:
+                refused.append(request)
+                raise
+
+        app._hold = watched
         body = json.dumps(HELLO).encode() + b" " * 600_000
         second = clients.submit(served.post, body=body, client=served.clients[1])
-        wait_until(lambda: second.done() or sum(len(each.tasks) for each in app.opened.values()) == 2)
+        wait_until(lambda: refused)
         half.close()
         assert second.result().status_code == 200
         assert served.server.counts["answered"] == 1 and "busy" not in served.server.counts

@@ -1,4 +1,4 @@
-"""Compiled decoder layers give the logprobs and gradients of eager ones, with few graphs, under the same names."""
+"""The graphs of compiled decoder layers give the logprobs and gradients of eager layers; they are few, under the same names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIFFERENT = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "smol
 
 GRADIENTS = ["qwen3_vl", "qwen3_5"]
 """Graphs of their gradients are made, too, which takes most of the time. Of the others, the forward graphs are traced and
-run as they are. Kernels are compiled in `tests/gpu_sim/test_layers.py`."""
+run as they are. The kernels that inductor makes of graphs are not compared here: on a GPU, `make gpu-acceptance` does."""
 
 GRAPHS = {"qwen3_vl_moe": 7, "qwen3_5": 6, "smolvlm": 6}
 """Two before the attention, and two after it; more around a router, in recurrent layers, and where images make the input a view."""

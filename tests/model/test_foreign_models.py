@@ -125,11 +125,13 @@ def test_a_video_processor_in_a_file_of_its_own_saves_no_file_elsewhere(qwen3_vl
 
 
 SOURCE = {"_auto_class": "AutoConfig", "__module__": "my_rewards"}
+UNDER_NO_NAME = {"attribute_map": {"_auto_class": "none"}}
 UNDER_OTHER_NAMES = {"attribute_map": {"a": "_auto_class", "b": "__module__"}, "a": "AutoConfig", "b": "my_rewards"}
 
 
 @pytest.mark.parametrize(
-    ("part", "settings"), [("", SOURCE), ("", UNDER_OTHER_NAMES), ("image", SOURCE), ("video", SOURCE)]
+    ("part", "settings"),
+    [("", SOURCE), ("", UNDER_OTHER_NAMES), ("", UNDER_NO_NAME), ("image", SOURCE), ("video", SOURCE)],
 )
 def test_a_model_is_saved_without_source_files_of_this_machine(part, settings, qwen3_vl, tmp_path, monkeypatch):
     """transformers copied the file of whatever module such settings name: a user's own rewards were uploaded with the model."""

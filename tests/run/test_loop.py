@@ -22,11 +22,16 @@ from vlmrl.types import Task
 pytestmark = pytest.mark.slow
 
 
+def length_bonus(trajectories):
+    """Of a reward that differs within each group, something is learned."""
+    return [float(len(trajectory.turns[0].text)) for trajectory in trajectories]
+
+
 def test_a_run_leaves_what_it_promises_and_moves_an_earlier_one_aside(tmp_path, capsys):
     folder = tmp_path / "runs/quickstart"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1, "groups/trained": 4}\n')
-    run_training(short_quickstart(tmp_path))
+    run_training(short_quickstart(tmp_path, group_reward=length_bonus))
     assert [path.name for path in (tmp_path / "runs/quickstart.1").iterdir()] == ["metrics.jsonl"]
     summary = json.loads((folder / "summary.json").read_text())
     assert {"reward_before", "reward_after", "reward_blanked"} <= summary.keys()
@@ -42,6 +47,7 @@ def test_a_run_leaves_what_it_promises_and_moves_an_earlier_one_aside(tmp_path, 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["grad_norm"] > 0 for row in steps)
     assert all(row["logprob_mismatch/max"] < 1e-4 for row in steps)  # the engine's distribution is the trainer's
     output = capsys.readouterr().out
     assert "reward.png" in output and "trajectories.html" in output and "held-out reward after" in output
@@ -114,7 +120,7 @@ def test_prompts_over_the_limit_are_not_played(tmp_path):
 
 def test_rollouts_continue_while_the_trainer_trains(tmp_path):
     """Interrupted responses continue after a weight update, an evaluation blocks nothing, and a run resumes."""
-    config = short_quickstart(tmp_path, checkpoint=Checkpoint(every=2))
+    config = short_quickstart(tmp_path, checkpoint=Checkpoint(every=2), group_reward=length_bonus)
     config = replace(
         config,
         warm_start=replace(config.warm_start, steps=5),

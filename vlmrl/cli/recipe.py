@@ -193,6 +193,8 @@ def errors_in_one_line() -> Iterator[None]:
 
     After Ctrl-C the status is 130, and 141 if the output's reader has ended. An error in vlmrl itself keeps its traceback.
     """
+    if sys.excepthook is sys.__excepthook__:  # before torch adds the rank to what is printed
+        sys.excepthook = print_traceback
     try:
         yield
     except KeyboardInterrupt:
@@ -204,7 +206,6 @@ def errors_in_one_line() -> Iterator[None]:
         is_expected = isinstance(error, ValueError | OSError) or _ended_the_run(error)
         place = users_line(error)
         if not is_expected and (place is None or place.calls_vlmrl):
-            sys.excepthook = print_traceback
             raise
         message = str(error) if is_expected else f"{type(error).__name__}: {error}"
         where = f" ({place})" if place and str(place) not in message else ""

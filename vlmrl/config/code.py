@@ -42,9 +42,9 @@ def resolve_config(config: Config, folder: Path | None = None) -> Config:
     """``config`` with every name of code replaced by its function or class and every local path made absolute.
 
     Names and paths are looked up in ``folder`` (the recipe's), then in the working directory; ``output_dir`` is in the latter.
-    Names of built-in functions, names on the Hugging Face Hub and ``tiny:FAMILY`` stay as they are. Code of ``algo`` stays a name,
-    with the absolute path of its file, since trainer ranks in other processes get ``algo`` and load it there. Resolving twice changes
-    nothing.
+    Names of built-in functions, names on the Hugging Face Hub and ``tiny:FAMILY`` stay as they are. Code of ``algo`` is a name,
+    with the absolute path of its file, if that loads the same function: trainer ranks in other processes load it there. They get other
+    functions by pickle. Resolving twice changes nothing.
 
     Raises:
         ValueError: a file, a module or a name does not exist, or importing it failed; the message starts with the setting.

@@ -61,7 +61,7 @@ def check_config(path: str, config: Any) -> None:
 
     Quantized weights are not trained, and neither saved nor sent in that form. A file of weights may be an index of other files.
     """
-    _check_no_source(path, CONFIG_NAME, config._auto_class)
+    _check_no_source(path, CONFIG_NAME, getattr(config, "_auto_class", None))
     for part in _parts(config):
         if (quantized := getattr(part, "quantization_config", None)) is not None:
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized

@@ -30,7 +30,7 @@ from vlmrl.train.checkpoint import (
 )
 from vlmrl.train.controller import RunTrainer
 from vlmrl.utils.json_files import read_object
-from vlmrl.utils.output_files import atomic_folder, atomic_write, open_regular
+from vlmrl.utils.output_files import atomic_folder, atomic_write
 from vlmrl.utils.require import require
 
 Stage = Literal["warm_start", "sft", "train"]
@@ -317,7 +317,7 @@ def is_newer(run: Path, name: str, checkpoint: Path | None) -> bool:
     """Whether the folder ``run`` has ``name``, written after its newest ``checkpoint``.
 
     A run of an earlier version has no such order. The times of its files, which a copy of the folder may have changed, are compared.
-    Raises ValueError if the checkpoint's ``run.json`` is a link, a pipe or a device: the run may be somebody else's.
+    Raises ValueError if the checkpoint's ``run.json`` is a pipe or a device: the run may be somebody else's.
     """
     written = run / name / SAVED_LAST.get(name, "")
     if checkpoint is None or not written.exists():
@@ -329,5 +329,10 @@ def is_newer(run: Path, name: str, checkpoint: Path | None) -> bool:
 
 def _digest(checkpoint: Path) -> str:
     """What distinguishes a checkpoint from another one of the same name, such as of a step that was trained again."""
-    with open_regular(checkpoint / "run.json") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+    path = checkpoint / "run.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} must be a file, but it is a pipe, a device or missing: give the folder of a run that is whole."
+        )
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

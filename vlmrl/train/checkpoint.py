@@ -100,8 +100,7 @@ class _Reader(FileSystemReader):
         if self._metadata is None:
             with readable(Path(self.path).parent):
                 self._metadata = self._read_metadata(Path(self.path))
-        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
     def _read_metadata(self, folder: Path) -> Metadata:
