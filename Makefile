@@ -17,7 +17,7 @@ LINK_CUDA = for home in $(1)/lib/python3*/site-packages/nvidia/cu13; do if [ -x 
 # The trainer's NCCL: vLLM's torch brings an older one, and NCCL connects equal versions only.
 TRAINERS_NCCL = $$($(BIN)/python -m pip list --format=freeze 2>/dev/null | grep ^nvidia-nccl-)
 
-.PHONY: site drill install quickstart test test-fast test-sglang test-vllm test-servers lint bench gpu-acceptance clean
+.PHONY: site drill install quickstart test test-fast test-long test-sglang test-vllm test-servers lint bench gpu-acceptance clean
 
 install: $(STAMP)
 
@@ -33,7 +33,11 @@ quickstart: $(STAMP)
 
 # Three test files at a time, on one thread each: a test that waits for a process leaves its core idle. Slow files come first.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m 'not long'
+
+# What takes over 20 seconds of a core: kernels compiled for a GPU, compiled layers, runs that must learn, a small resume drill.
+test-long: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist load -m long
 
 # Without the tests that start processes or servers, or train whole runs.
 test-fast: $(STAMP)

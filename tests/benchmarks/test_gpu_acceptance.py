@@ -155,6 +155,7 @@ for name in gpu_acceptance.NAMES:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_all_checks_run_on_a_tiny_model(acceptance, tmp_path):
     """On the CPU, or on the GPU where there is one; in one process, where a run of the script starts one for each check."""
     environment = acceptance.environment(str(tmp_path))

@@ -73,6 +73,7 @@ def test_the_images_that_the_vlm_starter_holds_out_are_not_trained_on(tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_text_starter_learns(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     vlmrl_command(monkeypatch, "init", ".", "--kind", "text")

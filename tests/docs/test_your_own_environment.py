@@ -47,6 +47,7 @@ def test_it_is_shown_as_the_model_sees_it(folder, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_trains_and_leaves_what_is_promised(folder, monkeypatch, capsys):
     output = run(COMMANDS[2], monkeypatch, capsys)
     assert "Dots, at most 2 turns" in output and "1920 tasks, 128 held out" in output

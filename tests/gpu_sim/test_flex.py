@@ -21,6 +21,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", SHAPES)
 def test_kernels_compile_at_all_lengths_and_fit(triton_gpu, model, tmp_path):
     lengths = [*LENGTHS, *range(500, 2400, 100)] if model == "a head width of 64" else LENGTHS

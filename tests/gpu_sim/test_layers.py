@@ -20,6 +20,7 @@ TEXT_2B = {
 LENGTHS = range(129, 4930, 200)
 
 
+@pytest.mark.long
 def test_a_layer_of_the_2b_has_few_kernels_and_few_graphs_for_all_lengths(triton_gpu):
     done = triton_gpu.run(SCRIPT, "qwen3", json.dumps(TEXT_2B), *LENGTHS, timeout=1800)
     found = json.loads(done.stdout.splitlines()[-1])

@@ -55,6 +55,7 @@ def test_the_host_waits_as_often_with_more_vision_blocks(simulated_gpu, family):
     assert few == many
 
 
+@pytest.mark.long
 def test_the_host_waits_as_often_for_many_micro_batches_as_for_few(triton_gpu):
     """Of two mini-batches, the second is scored before the first one's optimizer step."""
     many = {"micro_batches": 6}
@@ -63,6 +64,7 @@ def test_the_host_waits_as_often_for_many_micro_batches_as_for_few(triton_gpu):
     assert of_one == [one, one] and of_two == two
 
 
+@pytest.mark.long
 def test_a_step_of_the_2b_waits_five_times(triton_gpu, shared):
     """For finite logprobs, the metrics, the loss, the gradient norm and the logprobs before the update."""
     path = shared / "data/qwen/configs/Qwen3-VL-2B-Instruct.config.json"

@@ -1,4 +1,4 @@
-"""The graphs of compiled decoder layers give the logprobs and gradients of eager layers; they are few, under the same names."""
+"""Compiled decoder layers give the logprobs and gradients of eager ones, with few graphs, under the same names."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from vlmrl.model.own_forward import use_forward
 DIFFERENT = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "smolvlm"]
 """A family of each kind of decoder layer."""
 
-GRADIENTS = ["qwen3_vl", "qwen3_5"]
-"""Graphs of their gradients are made, too, which takes most of the time. Of the others, the forward graphs are traced and
-run as they are. The kernels that inductor makes of graphs are not compared here: on a GPU, `make gpu-acceptance` does."""
+BACKENDS = {"qwen3_vl": "inductor", "qwen3_5": "aot_eager"}
+"""Of the first, kernels are made, too, and of the second, graphs of the gradients: both take most of a test's time. Of the others, the
+forward graphs are traced and run as they are."""
 
 GRAPHS = {"qwen3_vl_moe": 7, "qwen3_5": 6, "smolvlm": 6}
 """Two before the attention, and two after it; more around a router, in recurrent layers, and where images make the input a view."""
@@ -60,15 +60,15 @@ def check(model: LoadedModel, most: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", DIFFERENT)
 def test_compiled_layers_give_the_eager_numbers(family, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        torch, "compile", partial(torch.compile, backend="aot_eager" if family in GRADIENTS else "eager")
-    )
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=BACKENDS.get(family, "eager")))
     check(load(family, tmp_path), most=GRAPHS.get(family, 4))
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_they_do_with_adapters(tmp_path, monkeypatch):
     """The first layer's inputs have no gradient: it has graphs of its own."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
