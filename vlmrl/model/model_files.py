@@ -9,9 +9,9 @@ from typing import Any
 
 import transformers
 from transformers import AutoVideoProcessor, PreTrainedTokenizerBase
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
-from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 from transformers.utils import (
     CONFIG_NAME,
     IMAGE_PROCESSOR_NAME,

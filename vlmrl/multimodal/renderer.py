@@ -257,7 +257,7 @@ class Renderer:
         with _MARKING:
             marked: Any = render_jinja_template(
                 [self._as_taken(clean)],
-                tools=self.clean_tools(tools),  # type: ignore[arg-type]
+                tools=self.clean_tools(tools),
                 chat_template=MARKED + self._template,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
