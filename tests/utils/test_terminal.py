@@ -50,6 +50,15 @@ def test_a_traceback_is_printable(capsys, monkeypatch):
     assert printed.startswith("Traceback") and printed.endswith(f"has no attribute '{printable(CONTROLS)}'\n")
 
 
+def test_a_hook_that_the_program_sets_stays(monkeypatch):
+    """torch's, which adds the rank to each line, was replaced."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(AttributeError), errors_in_one_line():
+        sys.excepthook = hook = lambda *error: None
+        positive("train", None, "steps")
+    assert sys.excepthook is hook
+
+
 def test_a_log_shows_texts_of_others_with_escapes(capsys):
     """A run's log, without a handler of its own, is what Python prints on standard error."""
     log = printable_log("vlmrl.test")

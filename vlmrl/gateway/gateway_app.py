@@ -46,8 +46,7 @@ from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 10.0
 WRITE_SECONDS = 60.0  # in which a client must read what was written
-# In which there must be memory for a body that has not begun to be read.
-ROOM_SECONDS = 60.0
+ROOM_SECONDS = 60.0  # that a request waits for memory for its body
 ROOM_POLL_SECONDS = 0.1
 LONG_BODY = 100_000  # bytes; parsing them takes about a millisecond
 PARSE_SECONDS = 60.0  # in which a thread must parse a body
