@@ -12,6 +12,7 @@ import pytest
 
 from vlmrl import Algo, Config, Data, Eval, EvalData, Gateway, Model, Part, Rollout, WarmStart
 from vlmrl.algos.choose import BUILT_IN, choose, choose_all
+from vlmrl.config import code as code_module
 from vlmrl.config.code import (
     code_path,
     forget_changed_files,
@@ -207,6 +208,7 @@ def test_a_function_of_algo_stays_itself_where_its_name_would_load_another_one(f
     exec(Path(program.__file__).read_text(), vars(program))
     monkeypatch.setitem(sys.modules, "__main__", program)
     assert resolve_config(Config(algo=Algo(advantage=program.mine))).algo.advantage is program.mine
+    assert folder / "sweep.py" not in [file for file, _ in code_module._executed.values()]
 
     judge = load_object(f"{folder}/mine.py:judge")
     wrapper = functools.wraps(judge)(lambda rewards, group_ids: judge(rewards, group_ids))
