@@ -31,19 +31,17 @@ async def push_weights(run: Run, trainer: RunTrainer, policy_version: int) -> di
     return metrics
 
 
-async def push_unless_stopped(run: Run, trainer: RunTrainer, step: int, stop: StopRequest) -> dict[str, float]:
-    """Push the weights to the paused engine. Returns metrics; none if a stop ended it: no response is sampled any more."""
-    with suppress(RunStopped):
-        return await stop.finish(push_weights(run, trainer, step))
-    return {}
-
-
 async def push_to_finish(
     run: Run, trainer: RunTrainer, step: int, evaluator: Evaluator, stop: StopRequest
 ) -> dict[str, float]:
-    """As :func:`push_unless_stopped`. What a server refused was trained: the step is finished, and the loop raises why."""
+    """Push the weights to the paused engine. Returns metrics; none if a stop ended it: no response is sampled any more.
+
+    What a server refused was trained: the step is finished, and the loop raises why.
+    """
     try:
-        return await push_unless_stopped(run, trainer, step, stop)
+        return await stop.finish(push_weights(run, trainer, step))
+    except RunStopped:
+        return {}
     except EngineError as error:
         if stop.number is None:  # or the signal may have ended the server, and the loop raises RunStopped
             evaluator.failure = evaluator.failure or error
