@@ -9,10 +9,8 @@ import codecs
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +22,7 @@ from vlmrl.cluster.launcher import Actor, Node, Ref, results
 from vlmrl.cluster.placement import START_SECONDS, Placement
 from vlmrl.config import Config
 from vlmrl.engine.server import Launch
-from vlmrl.utils.terminal import drop_output, stop_signals
+from vlmrl.utils.terminal import drop_output, signals_handled, stop_signals
 
 POLL_SECONDS = 0.2
 ANSWER_SECONDS = 1.0  # for a launcher's answer to a poll; one that is slower is asked again
@@ -101,7 +99,8 @@ def launch(config: Config, arguments: Sequence[str]) -> None:
     placement = Placement(config)
     try:
         ranks = _start(placement, arguments)
-        with _signals() as received:
+        received: list[int] = []
+        with signals_handled(stop_signals(), lambda number, _: received.append(number)):
             failed = _watch(ranks, received)
         if not failed:
             return
@@ -172,18 +171,3 @@ def _print(text: str) -> None:
         print(text, end="", flush=True)
     except OSError:
         drop_output(sys.stdout)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """The signals to stop that this process receives within the context."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    earlier = {number: signal.signal(number, lambda number, _: received.append(number)) for number in stop_signals()}
-    try:
-        yield received
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)

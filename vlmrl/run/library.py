@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from vlmrl.report.run_data import RunData
 from vlmrl.run.program import run_training
 from vlmrl.run.run_folder import folder_with_inode, inode_of
 from vlmrl.run.stopping import GRACE_SECONDS, StopRequest, stop_on_signals
-from vlmrl.utils.terminal import stop_signals
+from vlmrl.utils.terminal import signals_handled, stop_signals
 from vlmrl.utils.threads import DaemonPool
 
 Callback = Callable[[Mapping[str, Any]], object]
@@ -113,19 +112,10 @@ def _ending_signals() -> list[signal.Signals]:
     return [number for number in others if signal.getsignal(number) == signal.SIG_DFL]
 
 
-@contextmanager
-def _raised_interrupts() -> Iterator[None]:
+def _raised_interrupts() -> AbstractContextManager[None]:
     """Let SIGINT raise KeyboardInterrupt in a coroutine, too: asyncio's and Jupyter's handlers only cancel its task."""
-    earlier = signal.getsignal(signal.SIGINT)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not (in_main_thread and _runs_event_loop()) or earlier in (None, signal.SIG_IGN):
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, earlier)
+    cancels = _runs_event_loop() and signal.getsignal(signal.SIGINT) not in (None, signal.SIG_IGN)
+    return signals_handled([signal.SIGINT] if cancels else [], signal.default_int_handler)
 
 
 def _runs_event_loop() -> bool:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from vlmrl.config import Config
 from vlmrl.report.records import plain
@@ -19,6 +18,7 @@ from vlmrl.report.run_log import read_rows
 from vlmrl.run.checkpointing import is_newer
 from vlmrl.train.checkpoint import newest_checkpoint
 from vlmrl.utils.json_files import read_object
+from vlmrl.utils.terminal import signals_handled
 
 Launch = Callable[[Sequence[str]], int]
 """Runs ``vlmrl`` with these arguments to its end and returns its exit status."""
@@ -131,16 +131,8 @@ def _unfinished(experiment: Experiment) -> Iterator[list[str]]:
 def launch_process(arguments: Sequence[str]) -> int:
     """Run ``vlmrl`` in its own process. Ctrl-C and SIGTERM are passed on to it, so that it can save its state."""
     process = subprocess.Popen([sys.executable, "-m", "vlmrl", *arguments])
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        process.terminate()
-
-    # a terminal sends Ctrl-C to both processes, so that this one only waits
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
-    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, forward)
-    try:
+    # A terminal sends Ctrl-C to both processes, so that this one only waits.
+    ignored = signals_handled([signal.SIGINT], signal.SIG_IGN)
+    with ignored, signals_handled([signal.SIGTERM], lambda *_: process.terminate()):
         status = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return status if status >= 0 else 128 - status

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
-from vlmrl.utils.terminal import stop_signals
+from vlmrl.utils.terminal import signals_handled, stop_signals
 
 T = TypeVar("T")
 
@@ -103,9 +103,6 @@ def stop_on_signals(
     ``grace_seconds`` after SIGTERM the process ends, whatever it does: a scheduler would kill it, and servers that it started with it.
     Only the main thread can set handlers: in another one this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     first, timers = 0.0, list[threading.Timer]()
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -128,23 +125,17 @@ def stop_on_signals(
         elif number == signal.SIGINT and now - first >= SAME_SIGNAL_SECONDS:
             _end_process(number, "stopped at once: what was not saved yet is lost")
 
-    handled = stop_signals() if numbers is None else numbers
-    earlier = {number: signal.signal(number, on_signal) for number in handled}
-    try:
-        yield
-    finally:
-        for timer in timers:
-            timer.cancel()
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+    with signals_handled(stop_signals() if numbers is None else numbers, on_signal):
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
 
 
 @contextmanager
 def ended_as_by_ctrl_c() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the block as Ctrl-C does, so that what it has finished is written. The exit status is theirs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -155,17 +146,14 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    earlier = {number: signal.signal(number, on_signal) for number in stop_signals() if number != signal.SIGINT}
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not received:
-            raise
-        _say(f"stopped by {signal.Signals(received[0]).name}")
-        raise SystemExit(128 + received[0]) from None
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+    with signals_handled((number for number in stop_signals() if number != signal.SIGINT), on_signal):
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not received:
+                raise
+            _say(f"stopped by {signal.Signals(received[0]).name}")
+            raise SystemExit(128 + received[0]) from None
 
 
 def _end_process(number: int, why: str) -> None:

@@ -10,17 +10,18 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterable
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
 from typing import IO, Any
 
 from rich.console import Console
 from rich.segment import Segment
 
-# control characters, those that change the direction of text, and halves of surrogate pairs
 STDERR = 2  # its file descriptor
+# Control characters, those that change the direction of text, and halves of surrogate pairs.
 _CONTROLS = re.compile(r"[^\t\n\x20-\x7e\xa0-\u2029\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
 
 
@@ -91,3 +92,17 @@ def stop_signals() -> list[signal.Signals]:
     """SIGINT, SIGTERM and SIGHUP, the end of the terminal: they stop a run. Under `nohup` SIGHUP stays ignored."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (not ignored)
+
+
+@contextmanager
+def signals_handled(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], Any] | signal.Handlers
+) -> Iterator[None]:
+    """Within the context, signals go to ``handler``. Only the main thread can set handlers: in another one this does nothing."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    earlier = {number: signal.signal(number, handler) for number in numbers} if in_main_thread else {}
+    try:
+        yield
+    finally:
+        for number, before in earlier.items():
+            signal.signal(number, before)
