@@ -15,7 +15,7 @@ from testing.runs import RECIPES, repeatable, short_quickstart
 
 from vlmrl.config import SFT, Checkpoint, Config, Conversations, Data, Eval, EvalData, Model, Rollout, Train, WarmStart
 from vlmrl.config.code import load_object
-from vlmrl.data.source import held_out
+from vlmrl.data.source import train_and_held_out
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop, sft
@@ -121,7 +121,7 @@ def test_a_step_that_cannot_be_recorded_is_saved(config, monkeypatch):
 async def test_a_bad_row_is_not_all_of_the_last_part_of_the_held_out_ones(config, rows, tmp_path):
     """Of 9, 8 a step, it was the only one of its part: more than rollout.max_failed_fraction, which ended the run."""
     lines = [line for line in (tmp_path / "rows.jsonl").read_text().splitlines() for _ in range(2)]
-    bad = max(held_out(range(len(lines)), 9))
+    bad = train_and_held_out(range(len(lines)), 9)[1][-1]
     lines[bad] = lines[bad].replace("red.png", "none.png")
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     data = {"rows": Conversations(path=str(tmp_path / "bad.jsonl"), held_out=9)}

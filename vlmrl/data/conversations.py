@@ -22,7 +22,7 @@ from vlmrl.config.code import local_data
 from vlmrl.data.mixture import TaskMixture
 from vlmrl.data.row_images import OWN_SOURCE, RowImages, image_parts, json_as_written, without_nulls
 from vlmrl.data.row_problems import MARK, call_problem, content_problem, unread_mark
-from vlmrl.data.source import MESSAGES_AS_TEXT, TEMPLATED, Row, TaskSource, held_out, task_seed
+from vlmrl.data.source import MESSAGES_AS_TEXT, TEMPLATED, Row, TaskSource, task_seed, train_and_held_out
 from vlmrl.multimodal.masks import REASONING, RowError
 from vlmrl.multimodal.messages import parts_of_message
 from vlmrl.types import Message, Task
@@ -86,7 +86,6 @@ def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSo
     unread = "" if local is not None and local.name == EPISODES else _unread(rows, columns)
     notes = [f"not read: {unread}"] if unread else []
     roots = [Path.cwd()] if local is None else [local if local.is_dir() else local.parent, Path.cwd()]
-    kept_back = held_out(range(len(rows)), data.held_out)
 
     def label(index: int) -> str:
         return f"row {index} of {data.path!r} ({data.split})"
@@ -101,7 +100,7 @@ def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSo
         except Exception as error:
             raise RowError("unreadable", f"{where}: {type(error).__name__}: {error}") from error
 
-    sides = [[row for row in range(len(rows)) if (row in kept_back) == side] for side in (False, True)]
+    sides = train_and_held_out(range(len(rows)), data.held_out)
     if not sides[0]:
         raise ValueError(f"sft.data.{name}.held_out {data.held_out} leaves none of {len(rows)} rows to train on.")
     train, rest = (

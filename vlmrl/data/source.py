@@ -99,8 +99,7 @@ def load_split(data: Data, part: str = "") -> tuple[TaskSource, TaskSource | Non
     """
     everything, ids = _generated(data, part) if data.generator is not None else _dataset(data, part)
     ids = ids[: data.size]
-    kept_back = held_out(ids, data.held_out)
-    sides = [[row for row in range(len(ids)) if (row in kept_back) == side] for side in (False, True)]
+    sides = train_and_held_out(ids, data.held_out)
     if not sides[0] or (data.held_out and not sides[1]):
         raise ValueError(
             f"data.held_out {data.held_out} keeps back {len(sides[1])} of {len(ids)} rows: some must remain on each side."
@@ -109,14 +108,18 @@ def load_split(data: Data, part: str = "") -> tuple[TaskSource, TaskSource | Non
     return train, rest if data.held_out else None
 
 
-def held_out(ids: Sequence[Any], amount: int | float) -> set[int]:
-    """The indices of the ids that are held out: those with the lowest hashes. ``amount`` is a share, or from 1 on a count.
+def train_and_held_out(ids: Sequence[Any], amount: int | float) -> tuple[list[int], list[int]]:
+    """The indices of the ids to train on, and those of the held-out ones, which have the lowest hashes.
 
-    A share decides for each id by itself, so that rows added later move no earlier row. Rows with the same id stay together.
+    ``amount`` is the share of those, or from 1 on their count. A share decides for each id by itself, so that rows added later move no
+    earlier row. Rows with the same id stay together.
     """
-    ranks = [int.from_bytes(hashlib.sha256(str(name).encode()).digest()[:8], "big") for name in ids] if amount else []
+    every = range(len(ids))
+    if not amount:
+        return list(every), []
+    ranks = [int.from_bytes(hashlib.sha256(str(name).encode()).digest()[:8], "big") for name in ids]
     limit = amount * 2**64 if amount < 1 else sorted(ranks)[: int(amount)][-1] + 1
-    return {index for index, rank in enumerate(ranks) if rank < limit}
+    return [row for row in every if ranks[row] >= limit], [row for row in every if ranks[row] < limit]
 
 
 def task_seed(seed: int, index: int) -> int:
@@ -195,16 +198,19 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
         empty = rows.empty_texts(columns[key]) if columns.get(key) in rows.columns else []
         if empty:
             yield empty_warning(key, f"column {columns[key]!r}", empty)
-    if _is_text_of_messages(rows, columns["prompt"]):
+    prompt = columns["prompt"]
+    first = rows.first(prompt) if prompt in rows.columns and "." not in prompt else None
+    # As JSON, or as Python prints them, which pandas writes to CSV files.
+    if isinstance(first, str) and MESSAGES_AS_TEXT.match(first):
         remedy = "write them as a list, in a JSON or parquet file"
-        yield f"column {columns['prompt']!r} holds messages written as a text, which the model reads as one: {remedy}"
-    if _is_templated(rows, columns["prompt"]):
+        yield f"column {prompt!r} holds messages written as a text, which the model reads as one: {remedy}"
+    if _is_templated(first):
         remedy = "write them as messages without its tokens, or as the text alone"
         yield (
-            f"column {columns['prompt']!r} holds prompts that are written in a chat template, which the model reads as the text of a "
+            f"column {prompt!r} holds prompts that are written in a chat template, which the model reads as the text of a "
             f"message: {remedy}"
         )
-    if "images" not in columns and (other := _unshown_images(rows, columns)):
+    if "images" not in columns and (other := _unshown_images(rows, columns, first)):
         yield f"column {other!r} holds images that no prompt shows: map it to images with data.columns, unless the env reads it"
     name = columns.get("answer")
     if name in rows.columns and (whole := rows.whole_floats(name)):
@@ -214,16 +220,9 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
         )
 
 
-def _is_text_of_messages(rows: Rows, prompt: str) -> bool:
-    """Whether the first prompt is a text with messages in JSON, or as Python prints them, which pandas writes to CSV files."""
-    value = rows.first(prompt) if prompt in rows.columns and "." not in prompt else None
-    return isinstance(value, str) and MESSAGES_AS_TEXT.match(value) is not None
-
-
-def _is_templated(rows: Rows, prompt: str) -> bool:
-    """Whether the first prompt, or its first message, begins with a token of a chat template."""
-    value = rows.first(prompt) if prompt in rows.columns and "." not in prompt else None
-    first = value[0] if isinstance(value, list) and value else value
+def _is_templated(prompt: Any) -> bool:
+    """Whether a prompt, or its first message, begins with a token of a chat template."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
     text = first.get("content") if isinstance(first, dict) else first
     return isinstance(text, str) and TEMPLATED.match(text) is not None
 
@@ -249,11 +248,10 @@ def _holds_image(column: str, value: Any) -> bool:
     return ENCODED.match(value) is not None or (is_called and bool(is_address))
 
 
-def _unshown_images(rows: Rows, columns: dict[str, str]) -> str | None:
-    """The first unmapped column with images, by its type or its first cell; None if the first prompt shows one of its own."""
-    prompt, others = columns["prompt"], set(rows.columns).difference(columns.values())
-    if prompt in rows.columns:
-        first = rows.first(prompt) if "." not in prompt else None
+def _unshown_images(rows: Rows, columns: dict[str, str], first: Any) -> str | None:
+    """The first unmapped column with images, by its type or its first cell; None if the ``first`` prompt shows one of its own."""
+    others = set(rows.columns).difference(columns.values())
+    if columns["prompt"] in rows.columns:
         messages = first if isinstance(first, list) and all(isinstance(each, dict) for each in first) else None
         if not isinstance(first, str) and (
             messages is None or any(has_image(each.get("content")) for each in messages)
