@@ -51,10 +51,7 @@ function draw() {
 
 function prepare() {
   for (const r of runs) {
-    const all = r.trajectories
-      .filter((t) => !failed(t))
-      .map((t) => t.reward)
-      .filter(known);
+    const all = rewards(r.trajectories);
     r.rewardRange = all.length ? [Math.min(...all.slice(-20000)), Math.max(...all.slice(-20000))] : null;
   }
 }

@@ -167,18 +167,11 @@ function curveControls() {
   const others = metricNames().filter(
     (name) => !PANELS.some(([, metrics]) => name in metrics) && !state.extra.includes(name),
   );
-  const more = el(
-    "select",
-    {
-      "aria-label": "add a chart",
-      onchange: (event) => {
-        state.extra.push(event.target.value);
-        draw();
-      },
-    },
-    el("option", { value: "", disabled: true, selected: true }, "add a metric\u2026"),
-    others.map((name) => el("option", { value: name }, name)),
-  );
+  const options = [["", "add a metric\u2026"], ...others.map((name) => [name, name])];
+  const more = select("add a chart", options, "", (name) => {
+    state.extra.push(name);
+    draw();
+  });
   return el(
     "div",
     { class: "controls" },

@@ -33,6 +33,15 @@ const button = (label, onclick, attributes = {}) => el("button", { type: "button
 const toggle = (label, pressed, onclick, attributes = {}) =>
   button(label, onclick, { "aria-pressed": String(pressed), ...attributes });
 
+/* A choice among [value, text] pairs. `choose` gets the value of the chosen one. */
+function select(label, options, chosen, choose, attributes = {}) {
+  return el(
+    "select",
+    { "aria-label": label, onchange: (event) => choose(event.target.value), ...attributes },
+    options.map(([value, text]) => el("option", { value, selected: value === chosen }, text)),
+  );
+}
+
 /* "0.9", "12.35", "1.2e-6": at most `digits` decimals, without trailing zeros. */
 function format(value, digits = 3) {
   if (!known(value)) return value === null || value === undefined ? "none" : String(value);

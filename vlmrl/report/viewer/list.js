@@ -77,18 +77,10 @@ function filters() {
   const endings = unique(all.map((t) => String(t.ending))).sort();
   const choice = (name, label, options) =>
     options.length > 1 || state[name]
-      ? el(
-          "select",
-          {
-            "aria-label": label,
-            onchange: (event) => {
-              state[name] = event.target.value;
-              rescope();
-            },
-          },
-          el("option", { value: "" }, label),
-          options.map(([value, text]) => el("option", { value, selected: state[name] === value }, text)),
-        )
+      ? select(label, [["", label], ...options], state[name], (value) => {
+          state[name] = value;
+          rescope();
+        })
       : null;
   return el(
     "div",

@@ -1,5 +1,25 @@
 /* Advisories, failures and settings as tables. */
 
+/* Rows of cells below the names of their columns. `mark` gives the class of a row. */
+function table(names, rows, attributes = {}, mark = () => "") {
+  const row = (tag, cells, own = {}) =>
+    el(
+      "tr",
+      own,
+      cells.map((cell) => el(tag, {}, cell)),
+    );
+  return el(
+    "div",
+    { class: "scroll" },
+    el(
+      "table",
+      attributes,
+      row("th", names),
+      rows.map((cells) => row("td", cells, { class: mark(cells) })),
+    ),
+  );
+}
+
 function drawAdvisories() {
   const all = shownRuns().flatMap((r) => r.advisories.map((advisory) => ({ ...advisory, run: r })));
   byId("advisories").replaceChildren(
@@ -68,29 +88,13 @@ function failureTable(list) {
     failure.retried ? "yes" : "no",
     failure.error ?? "",
   ];
-  return el(
-    "div",
-    { class: "scroll" },
-    el(
-      "table",
-      {},
-      el(
-        "tr",
-        {},
-        ["step", "kind", "trajectory", "source", "played", "retried", "error"].map((name) => el("th", {}, name)),
-      ),
-      list.slice(0, FAILURES_SHOWN).map((failure) =>
-        el(
-          "tr",
-          {},
-          cells(failure).map((cell) => el("td", {}, cell)),
-        ),
-      ),
-    ),
+  const names = ["step", "kind", "trajectory", "source", "played", "retried", "error"];
+  return [
+    table(names, list.slice(0, FAILURES_SHOWN).map(cells)),
     list.length > FAILURES_SHOWN
       ? el("p", { class: "muted" }, `The first ${FAILURES_SHOWN} of ${list.length}; all are in trajectories.jsonl.`)
       : null,
-  );
+  ];
 }
 
 function failureLink(failure) {
@@ -133,6 +137,7 @@ function configView() {
   const texts = (name) => columns.map(([, settings]) => (settings.has(name) ? plainText(settings.get(name)) : ""));
   const differ = (name) => new Set(texts(name)).size > 1;
   const shown = onlyDifferences ? names.filter(differ) : names;
+  const mark = ([name]) => (!onlyDifferences && differ(name) ? "differs" : "");
   return el(
     "div",
     { class: "page" },
@@ -142,27 +147,11 @@ function configView() {
     }),
     summaryTable(),
     shown.length
-      ? el(
-          "div",
-          { class: "scroll" },
-          el(
-            "table",
-            { class: "config" },
-            el(
-              "tr",
-              {},
-              el("th", {}, "setting"),
-              columns.map(([title]) => el("th", {}, title)),
-            ),
-            shown.map((name) =>
-              el(
-                "tr",
-                { class: !onlyDifferences && differ(name) ? "differs" : "" },
-                el("td", {}, name),
-                texts(name).map((text) => el("td", {}, text)),
-              ),
-            ),
-          ),
+      ? table(
+          ["setting", ...columns.map(([title]) => title)],
+          shown.map((name) => [name, ...texts(name)]),
+          { class: "config" },
+          mark,
         )
       : el("p", { class: "empty" }, names.length ? "The settings are equal." : "This page has no settings."),
   );
@@ -171,26 +160,8 @@ function configView() {
 function summaryTable() {
   const names = unique(runs.flatMap((r) => Object.keys(r.summary)));
   if (!names.length) return null;
-  return el(
-    "div",
-    { class: "scroll" },
-    el(
-      "table",
-      {},
-      el(
-        "tr",
-        {},
-        el("th", {}, "result"),
-        runs.map((r) => el("th", {}, r.name)),
-      ),
-      names.map((name) =>
-        el(
-          "tr",
-          {},
-          el("td", {}, name),
-          runs.map((r) => el("td", {}, format(r.summary[name], 4))),
-        ),
-      ),
-    ),
+  return table(
+    ["result", ...runs.map((r) => r.name)],
+    names.map((name) => [name, ...runs.map((r) => format(r.summary[name], 4))]),
   );
 }

@@ -52,17 +52,15 @@ function bar(title, shown) {
     name = shown.length ? colourOf(shown[0]) : "none";
   const colours =
     names.length > 1
-      ? el(
-          "select",
-          {
-            "aria-label": "token colours",
-            title: "token colours (c)",
-            onchange: (event) => {
-              state.colour = event.target.value;
-              drawMain();
-            },
+      ? select(
+          "token colours",
+          names.map((each) => [each, COLOURS[each].label]),
+          name,
+          (value) => {
+            state.colour = value;
+            drawMain();
           },
-          names.map((each) => el("option", { value: each, selected: each === name }, COLOURS[each].label)),
+          { title: "token colours (c)" },
         )
       : null;
   const ends = shown.length && COLOURS[name].legend(COLOURS[name].full(shown[0]));
