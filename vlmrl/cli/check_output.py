@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Console
+from rich.markup import escape
+from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -33,6 +35,11 @@ class CheckOutput:
         line.add_column(overflow="fold")
         line.add_row(Text(label), Text(text))
         self.console.print(line)
+
+    def heading(self, text: str) -> None:
+        """An empty line, and ``text`` before a rule."""
+        self.console.print()
+        self.console.print(Rule(f"[bold]{escape(text)}[/bold]", align="left", style="dim"))
 
     def marked(self, token_ids: Sequence[int], images: Iterator[tuple[int, int]]) -> Text:
         """The text, with special tokens in brackets to distinguish them from text of the same spelling.

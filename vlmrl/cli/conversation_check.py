@@ -6,8 +6,6 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-from rich.rule import Rule
 from rich.text import Text
 
 from vlmrl.cli.check_output import MAX_LISTED, CheckOutput, quantiles
@@ -65,8 +63,7 @@ def _show(checker: CheckOutput, source: TaskSource, number: int) -> None:
         rows = render_conversation(task, checker.reader.renderer)
     except RowError as error:
         return checker.problem(f"draw {number}: {error}")
-    checker.console.print()
-    checker.console.print(Rule(f"[bold]{escape(task.id)}[/bold]", align="left", style="dim"))
+    checker.heading(task.id)
     if len(rows) > 1:
         checker.say("rows", f"{len(rows)}, since the chat template changes earlier messages when others follow")
     for sample, row in zip(samples, rows, strict=True):
@@ -106,8 +103,7 @@ def _read(checker: CheckOutput, source: TaskSource, rows: int | None) -> None:
             columns["tokens"].append(sum(map(len, found)))
             columns["trained"].append(sum(sum(sample.loss_mask) for sample in found))
             columns["images"].append(len(found[-1].media))
-    checker.console.print()
-    checker.console.print(Rule(f"[bold]{count} of {len(source)} rows read[/bold]", align="left", style="dim"))
+    checker.heading(f"{count} of {len(source)} rows read")
     checker.console.print(quantiles(columns))
     for error in bad[:MAX_LISTED]:
         checker.problem(f"{error.reason}: {error}")

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
-from rich.rule import Rule
 
 from vlmrl.cli.check_output import MAX_LISTED, CheckOutput, quantiles, tokens_text
 from vlmrl.cli.conversation_check import check_conversations
@@ -122,8 +120,7 @@ class Checker(CheckOutput):
             own = self.count(task)
         except Exception as error:  # of the row, the env, an image or the chat template
             return self.problem(f"draw {number}: {error}")
-        self.console.print()
-        self.console.print(Rule(f"[bold]{escape(task.id)}[/bold]", align="left", style="dim"))
+        self.heading(task.id)
         total = len(rendered.token_ids) + sum(tokens - 1 for _, tokens in images)
         room = f"{max(0, self.config.max_tokens - total)} of rollout.max_tokens ({self.config.max_tokens}) remain for the episode"
         self.say("tokens", f"{total}; {room}")
@@ -148,8 +145,7 @@ class Checker(CheckOutput):
         with Progress(console=self.console, transient=True) as progress:
             bar = progress.add_task("reading rows", total=count)
             report = check_rows(source, count, self.count, lambda: progress.advance(bar))
-        self.console.print()
-        self.console.print(Rule(f"[bold]{count} of {len(source)} rows read[/bold]", align="left", style="dim"))
+        self.heading(f"{count} of {len(source)} rows read")
         self.console.print(quantiles({"tokens": report.lengths, "images": report.images}))
         if report.resized:
             self.say("resized", f"{report.resized} of {sum(report.images)} images change their size")

@@ -88,7 +88,8 @@ class Recipe:
         """
         description = "\n\n".join(filter(None, [inspect.cleandoc(what or ""), self.description]))
         recipe = with_one_source(default.config, words)
-        plain = replace(default, config=without_options(recipe))
+        # Options may be of functions that the command line replaces: `joined` adds the others.
+        plain = replace(default, config=replace(recipe, algo=replace(recipe.algo, options={})))
         chosen, unknown = parse(
             type(default), default=plain, args=words, description=description, prog=prog, return_unknown_args=True
         )
@@ -160,11 +161,6 @@ def with_one_source(recipe: Config, words: Sequence[str]) -> Config:
     named = {key.split(".")[2]: path for key, path in given.items() if path and SFT_PATH.fullmatch(key)}
     sft = recipe.sft.data or {name.replace("-", "_"): Conversations(path) for name, path in named.items()}
     return replace(recipe, data=replaced("--data", recipe.data), eval=evaluation, sft=replace(recipe.sft, data=sft))
-
-
-def without_options(recipe: Config) -> Config:
-    """``recipe`` without ``algo.options``, which may name functions that the command line replaces: :func:`joined` adds them."""
-    return replace(recipe, algo=replace(recipe.algo, options={}))
 
 
 def joined(recipe: Config, chosen: Config) -> Config:
