@@ -161,9 +161,7 @@ async def _check_reach(sync: WeightSync, send: Send, loaded: dict[str, dict[str,
     )
 
 
-def _check_equal(
-    loaded: dict[str, dict[str, str]], sent: dict[str, dict[str, str]], rounded: tuple[str, ...] = ()
-) -> None:
+def _check_equal(loaded: dict[str, dict[str, str]], sent: dict[str, dict[str, str]], rounded: tuple[str, ...]) -> None:
     for url, sums in loaded.items():
         changed = [name for name, value in sums.items() if sent[url].get(name) != value]
         other = [name for name in changed if not _weight_of(name).endswith(rounded)]

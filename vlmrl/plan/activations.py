@@ -123,9 +123,8 @@ def micro_batch_memory(shape: ModelShape, size: MicroBatchSize, gradients: Gradi
     hidden, tokens = shape.hidden, size.tokens
     layer = float(shape.layer_bytes(gradients.adapted))
     kept = 2 * hidden if gradients.checkpointed else layer
-    outside = (
-        (shape.norm_bytes() + 2) * tokens + 2 * size.targets
-    ) * hidden  # the final norm, its output, the states of targets
+    # The final norm, its output, the states of targets.
+    outside = ((shape.norm_bytes() + 2) * tokens + 2 * size.targets) * hidden
     activations = tokens * shape.layers * kept + outside
     chunk = min(size.targets, max(1, LOGITS_ON_GPU // shape.vocabulary)) * shape.vocabulary
     head = max(12 * chunk, 10 * chunk + (4 * hidden * shape.vocabulary if gradients.head else 0))

@@ -102,7 +102,7 @@ class MemoryPlan:
         ranks = cluster.num_ranks if cluster.on else ranks
         embedded = config.engine == "embedded"
         copies = not embedded or ranks > 1 or bool(config.train.max_staleness)
-        engine = _cache(config, sizes, dtype) if embedded else {}
+        engine = {"KV cache at most": _longest_cache(config, sizes, dtype)} if embedded else {}
         if embedded and copies:
             engine = {"weights": dtype.itemsize * sizes.parameters, **engine}
         trainer = _trainer(config, sizes, ranks, dtype)
@@ -220,8 +220,12 @@ def _served(config: Config, sizes: Sizes) -> tuple[float, float]:
     """Bytes on each GPU of a server: its weights, and the KV cache of its share of the longest trajectories."""
     tp = config.server.tp if config.has_servers else 1
     dtype = pick_dtype(config.model.dtype, torch.device("cuda"))
-    cache = _trajectories(config) * config.rollout.max_tokens * sizes.cached * dtype.itemsize
-    return dtype.itemsize * sizes.parameters / tp, cache / tp
+    return dtype.itemsize * sizes.parameters / tp, _longest_cache(config, sizes, dtype) / tp
+
+
+def _longest_cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> float:
+    """Bytes of the largest KV cache of one engine: every trajectory at its full length."""
+    return _trajectories(config) * config.rollout.max_tokens * sizes.cached * dtype.itemsize
 
 
 def _phases(
@@ -326,11 +330,6 @@ def _trainer(config: Config, sizes: Sizes, ranks: int, dtype: torch.dtype) -> di
         average = 4 * sizes.trained if config.teacher.model == "average" and own < 4 else 0
         parts["teacher"] = own * sizes.parameters / ranks + average
     return parts
-
-
-def _cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]:
-    """The largest KV cache of one engine: every trajectory at its full length."""
-    return {"KV cache at most": _trajectories(config) * config.rollout.max_tokens * sizes.cached * dtype.itemsize}
 
 
 def _trajectories(config: Config) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import vlmrl
 from vlmrl.checks.tested_versions import TESTED_PACKAGES, installed_version
+from vlmrl.utils.work_pool import usable_cores
 
 PACKAGES = (*TESTED_PACKAGES, "datasets", "tokenizers", "numpy", "peft", "ray")
 
@@ -46,8 +46,7 @@ def describe_machine() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": _cpu_name(), "cores": cores, "threads": torch.get_num_threads(), "gpus": gpus}
+    return {"cpu": _cpu_name(), "cores": usable_cores(), "threads": torch.get_num_threads(), "gpus": gpus}
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -54,9 +54,8 @@ SAVED_LAST = {"model": "config.json", "adapters": "adapter_config.json"}
 """A file of each folder of weights in Hugging Face form, without which it is not whole."""
 ORDER = "saved.json"
 """In a run's folder: after which checkpoints the models and the summary were written. Times change when a folder is copied."""
-LAST_PAUSE = (
-    150.0  # seconds for a colocated engine to release its memory to the trainer, which then saves a run that failed
-)
+# Seconds for a colocated engine to release its memory to the trainer, which then saves a run that failed.
+LAST_PAUSE = 150.0
 STOPPED_PAUSE = 10.0  # the same after a stop, of whose seconds of grace some must be left for saving
 
 

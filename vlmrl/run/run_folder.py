@@ -139,9 +139,8 @@ def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     settings = read_settings(folder)
     if settings is None:
         return {}
-    return changed_settings(
-        {**settings, "output_dir": config.output_dir}, plain(config)
-    )  # the folder may have been moved
+    # The folder may have been moved.
+    return changed_settings({**settings, "output_dir": config.output_dir}, plain(config))
 
 
 @contextmanager

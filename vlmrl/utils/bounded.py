@@ -55,12 +55,8 @@ class BoundedFunction:
         timeout: float = 120.0,
         processes: int = 4,
     ) -> None:
-        for name, value in (
-            ("cpu_seconds", cpu_seconds),
-            ("memory_mb", memory_mb),
-            ("timeout", timeout),
-            ("processes", processes),
-        ):
+        limits = {"cpu_seconds": cpu_seconds, "memory_mb": memory_mb, "timeout": timeout, "processes": processes}
+        for name, value in limits.items():
             if not value > 0:
                 raise ValueError(f"{name} of a BoundedFunction must be above 0, but it is {value}.")
         where, _, name = function.rpartition(":")

@@ -113,11 +113,7 @@ class BodyError(Exception):
 
 
 async def read_body(
-    request: web.BaseRequest,
-    limit: int,
-    setting: str,
-    seconds: float = BODY_SECONDS,
-    arrived: Callable[[int], None] = lambda size: None,
+    request: web.BaseRequest, limit: int, setting: str, seconds: float, arrived: Callable[[int], None]
 ) -> bytes:
     """The body of a request, of at most ``limit`` bytes (which ``setting`` sets), if all of it arrives in ``seconds``.
 
