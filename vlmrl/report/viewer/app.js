@@ -79,9 +79,8 @@ function progressOf(r) {
   const step = pointsOf(r, "trajectories").at(-1)?.[0],
     rewards = pointsOf(r, "eval/reward/mean").map(([, reward]) => format(reward)),
     ends = rewards.length > 1 ? [rewards[0], rewards.at(-1)] : rewards;
-  return [step && `step ${step} of ${r.config.train?.steps ?? "?"}`, ends.length && `held-out reward ${ends.join(" \u2192 ")}`]
-    .filter(Boolean)
-    .join(" \u00b7 ");
+  const last = step && `step ${step} of ${r.config.train?.steps ?? "?"}`;
+  return joined([last, ends.length && `held-out reward ${ends.join(" \u2192 ")}`]);
 }
 
 /* With curves, a chip shows or hides its run; elsewhere it chooses it. */

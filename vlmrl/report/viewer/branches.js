@@ -73,7 +73,7 @@ function tree(t) {
       el(
         "span",
         { class: "muted" },
-        [`${count(length, "token")}, ${sampled.toLocaleString("en")} sampled`, leftOut(t, turns[0])].filter(Boolean).join("; "),
+        joined([`${count(length, "token")}, ${sampled.toLocaleString("en")} sampled`, leftOut(t, turns[0])], "; "),
       ),
     );
   });

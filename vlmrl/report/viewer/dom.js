@@ -7,6 +7,7 @@ const count = (n, one, many) => `${n.toLocaleString("en")} ${n === 1 ? one : (ma
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const unique = (values) => [...new Set(values)];
+const joined = (texts, between = " \u00b7 ") => texts.filter(Boolean).join(between);
 
 /* A new element. Names that begin with "on" are listeners; true and false are present and absent attributes. */
 function el(tag, attributes = {}, ...children) {

@@ -191,15 +191,13 @@ function drawList() {
     }
   }
   byId("rows").style.height = top + "px";
-  byId("counts").textContent = [
+  byId("counts").textContent = joined([
     shown.length === inScope().length
       ? count(shown.length, "trajectory", "trajectories")
       : `${shown.length} of ${inScope().length} trajectories`,
     count(found.length, "group"),
     average === null ? "" : "mean reward " + format(average),
-  ]
-    .filter(Boolean)
-    .join(" \u00b7 ");
+  ]);
   const here = rows.find((row) => row.t && row.t.n === state.n);
   if (here && (here.top < list.scrollTop || here.top + here.height > list.scrollTop + list.clientHeight))
     list.scrollTop = here.top - list.clientHeight / 3;
@@ -235,12 +233,8 @@ function groupRow(group) {
   const first = group.members[0],
     image = group.members.find((t) => t.image)?.image,
     average = mean(rewards(group.members));
-  const place = [
-    state.allSteps ? `step ${group.step}` : "",
-    group.kind === "train" ? "" : (KINDS[group.kind] ?? group.kind),
-  ]
-    .filter(Boolean)
-    .join(", ");
+  const kind = group.kind === "train" ? "" : (KINDS[group.kind] ?? group.kind);
+  const place = joined([state.allSteps ? `step ${group.step}` : "", kind], ", ");
   return el(
     "button",
     {
@@ -259,11 +253,7 @@ function groupRow(group) {
       "span",
       { class: "boxes" },
       group.members.map(box),
-      el(
-        "span",
-        { class: "small muted" },
-        [place, average === null ? "" : "mean " + format(average)].filter(Boolean).join(" \u00b7 "),
-      ),
+      el("span", { class: "small muted" }, joined([place, average === null ? "" : "mean " + format(average)])),
     ),
   );
 }

@@ -31,7 +31,7 @@ function drawAdvisories() {
         el(
           "span",
           { class: "muted small" },
-          [runs.length > 1 ? advisory.run.name : "", `step ${advisory.step}`].filter(Boolean).join(", "),
+          joined([runs.length > 1 ? advisory.run.name : "", `step ${advisory.step}`], ", "),
         ),
         el("span", {}, advisory.message),
         advisory.setting ? el("code", {}, plainText(advisory.setting)) : null,
