@@ -71,11 +71,9 @@ def _load_codes(name: str, codes: Any, folder: Path | None) -> Any:
     """As :func:`load_code`, for one function, several, or several with weights."""
     if isinstance(codes, dict):
         return {load_code(name, code, folder): weight for code, weight in codes.items()}
-    return (
-        tuple(load_code(name, code, folder) for code in codes)
-        if isinstance(codes, tuple)
-        else load_code(name, codes, folder)
-    )
+    if isinstance(codes, tuple):
+        return tuple(load_code(name, code, folder) for code in codes)
+    return load_code(name, codes, folder)
 
 
 def _resolve_parts(name: str, parts: dict[str, Any], folder: Path | None) -> dict[str, Any]:

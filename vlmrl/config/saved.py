@@ -6,7 +6,7 @@ import dataclasses
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from vlmrl.config.model import Model
 from vlmrl.config.run import Config
@@ -79,7 +79,7 @@ def from_plain(kind: type[T], values: dict[str, Any], name: str = "") -> T:
     """
     if not isinstance(values, dict):
         raise ValueError(f"{name or 'config.json'} must be an object, but it is {values!r:.80}.")
-    hints = get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind)
     unknown = sorted(values.keys() - hints.keys())
     if unknown:
         raise ValueError(f"{name or 'config.json'}: unknown setting {unknown[0]!r}; another version of vlmrl wrote it.")
@@ -88,14 +88,10 @@ def from_plain(kind: type[T], values: dict[str, Any], name: str = "") -> T:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    if get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return from_plain(hint, value, name)
     if get_origin(hint) in (Union, types.UnionType):
         return _code(value, name) if isinstance(value, str) else value
-    if get_origin(hint) is tuple:
-        return tuple(value) if isinstance(value, list) else value  # another type is refused with the setting's name
     if get_origin(hint) is dict and dataclasses.is_dataclass(get_args(hint)[1]) and isinstance(value, dict):
         return {key: _value(get_args(hint)[1], item, f"{name}.{key}") for key, item in value.items()}
     return float(value) if hint is float and value in ("inf", "-inf", "nan") else value  # strings in JSON
