@@ -39,7 +39,7 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
 
 def ks_up_to(samples: int) -> list[int]:
     """The k of pass@k that ``samples`` per task allow: powers of two. 6 gives ``[1, 2, 4]``."""
-    return [2**power for power in range(samples.bit_length()) if 2**power <= samples]
+    return [2**power for power in range(samples.bit_length())]
 
 
 def normal_interval(mean: float, standard_error: float) -> Estimate:

@@ -78,11 +78,11 @@ def _retries(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _ending_fractions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    if not trajectories:
+        return {}
     counts = Counter(t.ending for t in trajectories)
-    fractions = {f"ending/{reason}": counts[reason] / len(trajectories) for reason in get_args(Ending) if trajectories}
-    return fractions | (
-        {"truncated": sum(fractions[f"ending/{reason}"] for reason in TRUNCATED)} if trajectories else {}
-    )
+    fractions = {f"ending/{reason}": counts[reason] / len(trajectories) for reason in get_args(Ending)}
+    return fractions | {"truncated": sum(fractions[f"ending/{reason}"] for reason in TRUNCATED)}
 
 
 def _summary(name: str, values: Sequence[float], *kinds: str) -> dict[str, float]:

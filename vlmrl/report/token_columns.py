@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from vlmrl.types import Turn
@@ -20,26 +21,19 @@ class TokenTexts:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._single: dict[int, str] = {}
+        self._single = cache(lambda token: decode([token]))
 
     def spans(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
         """Texts with their numbers of tokens: ``[("I", 1), (" see", 1), ("猫", 2)]``. Tokens of one character share a span."""
         spans: list[tuple[str, int]] = []
         start, last = 0, len(token_ids)
         for end in range(1, last + 1):
-            text = self._text(token_ids[start:end])
+            part = token_ids[start:end]
+            text = self._single(part[0]) if len(part) == 1 else self._decode(list(part))
             if not text.endswith("\ufffd") or end - start == MAX_CHARACTER_TOKENS or end == last:
                 spans.append((text, end - start))
                 start = end
         return spans
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        if len(token_ids) > 1:
-            return self._decode(list(token_ids))
-        (token,) = token_ids
-        if token not in self._single:
-            self._single[token] = self._decode([token])
-        return self._single[token]
 
 
 def token_columns(turn: Turn, texts: TokenTexts) -> dict[str, list[Any] | None]:
