@@ -143,19 +143,17 @@ async def _check_reach(sync: WeightSync, send: Send, loaded: dict[str, dict[str,
         async with sync.engine.asleep():
             await sync.fill(send, value)
         filled = await sync.checksums() if loaded else {}
-        unchanged = {
-            url: names
+        unchanged = [
+            (url, name)
             for url, sums in before.items()
-            if (
-                names := [
-                    name for name, each in sums.items() if filled[url].get(name, each) == each and _is_weight(name)
-                ]
-            )
-        }
+            for name, each in sums.items()
+            if filled[url].get(name, each) == each and _is_weight(name)
+        ]
         if not unchanged:
             return
         before = filled
-    url, names = next(iter(unchanged.items()))
+    url, _ = unchanged[0]
+    names = [name for place, name in unchanged if place == url]
     raise ParityError(
         f"the server {url} has weights that no update reaches: {_some(names)}. They would keep their values for the whole run."
     )

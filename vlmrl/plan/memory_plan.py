@@ -196,8 +196,7 @@ def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> fl
     Raises:
         ValueError: weights and the smallest useful KV cache do not fit.
     """
-    weights, cache = _served(config, sizes)
-    least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))
+    weights, cache, least = _served(config, sizes)
     most = _server_share(config, gpu_bytes)
     if weights + least > most * gpu_bytes:
         raise ValueError(
@@ -216,11 +215,13 @@ def _server_share(config: Config, gpu_bytes: float) -> float:
     return max(0.0, 1 - (runtime + 2 * CONTEXT + collectives) / gpu_bytes)
 
 
-def _served(config: Config, sizes: Sizes) -> tuple[float, float]:
-    """Bytes on each GPU of a server: its weights, and the KV cache of its share of the longest trajectories."""
+def _served(config: Config, sizes: Sizes) -> tuple[float, float, float]:
+    """Bytes on each GPU of a server: its weights, the KV cache of its share of the longest trajectories, and one for one of them."""
     tp = config.server.tp if config.has_servers else 1
     dtype = pick_dtype(config.model.dtype, torch.device("cuda"))
-    return dtype.itemsize * sizes.parameters / tp, _longest_cache(config, sizes, dtype) / tp
+    cache = _longest_cache(config, sizes, dtype) / tp
+    least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))
+    return dtype.itemsize * sizes.parameters / tp, cache, least
 
 
 def _longest_cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> float:
@@ -241,8 +242,7 @@ def _phases(
     cluster = config.resolved_cluster
     placement = placement_of(config, ranks, copies)
     features = image_features(config, shape, cluster.num_engines if cluster.on else 1)
-    weights, cache = _served(config, sizes)
-    least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))  # one trajectory at its longest
+    weights, cache, least = _served(config, sizes)
     engine = {"weights": weights} if copies else {}
     busy = 0.0  # of the trainer while the engine samples
     if placement.concurrent:
