@@ -43,7 +43,7 @@ class RunLog:
         self, folder: Path | str, sizes: Mapping[str, int] | None = None, trackers: Trackers | None = None
     ) -> None:
         self.folder = Path(folder)
-        self.trackers = trackers or Trackers.none()
+        self.trackers = trackers or Trackers({}, self.folder)
         if sizes is None and any(_size(self.folder / name) for name in self.FILES):
             raise ValueError(
                 f"run folder {self.folder}: it holds a run already; resume that run or choose another name."

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 from vlmrl.report.trackers.base import Number, Status, TableRow, Tracker
 from vlmrl.types import Trajectory
@@ -34,10 +33,6 @@ class Trackers:
         self.earlier_steps = 0
         """Of the run's stages that have ended: the steps that trackers get rise over all stages."""
         self._threads = [TrackerThread(name, tracker, say) for name, tracker in trackers.items()]
-
-    @classmethod
-    def none(cls) -> Self:
-        return cls({}, Path())
 
     def log(self, step: int, values: Mapping[str, Number]) -> None:
         """One row of metrics. Returns at once."""
