@@ -48,14 +48,12 @@ def machine_findings(output_dir: Path) -> Iterator[Finding]:
         if version is not None or name in REQUIRED:
             yield check_package(name, version)
     has_driver = DRIVER.exists() or shutil.which("nvidia-smi") is not None
-    count = 0
+    cuda, count = None, 0
     if has_driver:
         import torch  # seconds, which a machine without GPUs need not wait
 
-        count = torch.cuda.device_count()
-        yield check_gpu(torch.version.cuda, count, has_driver=True, driver=_driver() if count else "")
-    else:
-        yield check_gpu(None, 0, has_driver=False, driver="")
+        cuda, count = torch.version.cuda, torch.cuda.device_count()
+    yield check_gpu(cuda, count, has_driver=has_driver, driver=_driver() if count else "")
     yield check_shm(shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0, count)
     folder = existing_folder(output_dir)
     yield check_disk(folder, shutil.disk_usage(folder).free / GIB, os.access(folder, os.W_OK))

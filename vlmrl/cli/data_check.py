@@ -169,20 +169,15 @@ class Checker(CheckOutput):
         self.say("result", checked, "bold red" if report.broken else "bold green")
 
     def _say_limits(self, lengths: Sequence[int], limit: int | None) -> None:
-        over = sum(length > limit for length in lengths) if limit else 0
         if limit is not None:
+            over = sum(length > limit for length in lengths)
             self.say("too long", f"{over} of {len(lengths)} are over data.max_prompt_tokens ({limit}) and skipped")
         kept = [length for length in lengths if limit is None or length <= limit]
-        for room, what in (
-            (1, "any response"),
-            (self.config.max_response_tokens, "a response of rollout.max_response_tokens"),
-        ):
-            cut = sum(self.config.max_tokens - length < room for length in kept)
-            if cut:
-                self.say(
-                    "no room",
-                    f"{cut} are too long for {what}: raise rollout.max_tokens, or set data.max_prompt_tokens",
-                )
+        rooms = {"any response": 1, "a response of rollout.max_response_tokens": self.config.max_response_tokens}
+        for what, room in rooms.items():
+            if cut := sum(self.config.max_tokens - length < room for length in kept):
+                remedy = "raise rollout.max_tokens, or set data.max_prompt_tokens"
+                self.say("no room", f"{cut} are too long for {what}: {remedy}")
                 break
 
     async def _opening(self, task: Task) -> tuple[list[Message], list[dict[str, Any]]]:
