@@ -19,8 +19,8 @@ from vlmrl.env.remote.serialize import (
     serialize,
     serialize_task,
 )
-from vlmrl.multimodal.embedded import _strings
 from vlmrl.multimodal.images import encode_png, load_image
+from vlmrl.multimodal.messages import values_of
 from vlmrl.types import Task
 from vlmrl.utils.kept import Kept
 
@@ -169,4 +169,4 @@ def test_texts_that_lie_deep_are_looked_at_once_each():
     value = [[str(number) for number in range(3)], {"a": "b"}]
     for _ in range(5000):
         value = [value]
-    assert sorted(_strings(value)) == ["0", "1", "2", "a", "b"]
+    assert sorted(each for each in values_of(value) if isinstance(each, str)) == ["0", "1", "2", "a", "b"]

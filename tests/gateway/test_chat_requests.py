@@ -14,13 +14,13 @@ from testing.gateway import png, uri
 
 from vlmrl.config import Gateway
 from vlmrl.engine.hf.batch import RunningBatch
+from vlmrl.env.tool_calls import MAX_DEPTH
 from vlmrl.gateway import request_images
 from vlmrl.gateway.anthropic_api import anthropic_error, read_anthropic_request
 from vlmrl.gateway.chat import ChatError
 from vlmrl.gateway.openai_api import REFUSED, openai_error, read_openai_request
 from vlmrl.gateway.request_body import (
     FORM_REMEDY,
-    MAX_DEPTH,
     MAX_STOP_LENGTH,
     MAX_STOPS,
     read_json,

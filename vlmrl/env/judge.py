@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vlmrl.multimodal.images import data_uri
+from vlmrl.multimodal.messages import text_part
 from vlmrl.types import Message
 from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, retrying
 from vlmrl.utils.kept import Kept
@@ -200,19 +201,19 @@ def _as_one_message(conversation: Sequence[Message], reference: str) -> list[dic
 
     A tag or a heading that the conversation or the reference contains is escaped: ``&lt;/conversation>``, ``\\[user]``.
     """
-    parts: list[dict[str, Any]] = [_text("<conversation>")]
+    parts: list[dict[str, Any]] = [text_part("<conversation>")]
     for message in conversation:
-        parts.append(_text(f"\n[{next(_escape(message['role']))}]\n"))
+        parts.append(text_part(f"\n[{next(_escape(message['role']))}]\n"))
         content = message.get("content") or ""
-        shown = [_text(content)] if isinstance(content, str) else content
+        shown = [text_part(content)] if isinstance(content, str) else content
         texts = _escape(*(part["text"] for part in shown if part["type"] == "text"))
         for part in shown:
             if part["type"] == "image":
                 parts.append({"type": "image_url", "image_url": {"url": data_uri(part["image"])}})
             else:
-                parts.append(_text(next(texts)))
+                parts.append(text_part(next(texts)))
     quoted = f"\n<reference>\n{next(_escape(reference))}\n</reference>" if reference else ""
-    return _join_texts([*parts, _text(f"\n</conversation>{quoted}")])
+    return _join_texts([*parts, text_part(f"\n</conversation>{quoted}")])
 
 
 def _escape(*texts: str) -> Iterator[str]:
@@ -229,11 +230,7 @@ def _join_texts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     joined: list[dict[str, Any]] = []
     for part in parts:
         if joined and part["type"] == joined[-1]["type"] == "text":
-            joined[-1] = _text(joined[-1]["text"] + part["text"])
+            joined[-1] = text_part(joined[-1]["text"] + part["text"])
         else:
             joined.append(part)
     return joined
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}

@@ -14,7 +14,7 @@ from vlmrl.utils.require import require
 Schema = dict[str, Any]
 Tools = Sequence[Schema] | Mapping[str, Schema]
 
-MAX_DEPTH = 100  # of nested arguments
+MAX_DEPTH = 100  # of nested arguments and tool schemas
 MAX_PARTS = 500  # of a schema, and values, that are looked at for the types of an argument
 XML_FORM = "a call is <function=NAME>, then <parameter=NAME>value</parameter> for each argument, then </function>."
 GLM_FORM = "a call is NAME, then <arg_key>NAME</arg_key> and <arg_value>value</arg_value> for each argument, between <tool_call> tags."
@@ -104,7 +104,8 @@ def _each_call(text: str, read: Callable[[str], ToolCall]) -> list[ToolCall]:
             if body is None:
                 raise ValueError("the call does not end with </tool_call>.")
             call = read(body)
-            _check_depth(call.arguments)
+            if is_deep(call.arguments):
+                raise ValueError(f"the arguments are nested more than {MAX_DEPTH} levels deep.")
             json.dumps([call.name, call.arguments], ensure_ascii=False).encode()  # raises for half a surrogate pair
         except (ValueError, RecursionError) as error:
             call = ToolCall(problem=str(error))
@@ -127,15 +128,15 @@ def _read_json_call(body: str) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _check_depth(arguments: dict[str, Any]) -> None:
-    """Raises ValueError for arguments that are nested so deeply that code which follows them would exceed Python's stack."""
-    layer: list[Any] = [arguments]
+def is_deep(value: dict[str, Any] | list[Any]) -> bool:
+    """Whether arguments or schemas are nested so deeply that code which follows them would exceed Python's stack."""
+    layer: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in layer]
-        layer = [value for values in inner for value in values if isinstance(value, dict | list)]
+        layer = [each for values in inner for each in values if isinstance(each, dict | list)]
         if not layer:
-            return
-    raise ValueError(f"the arguments are nested more than {MAX_DEPTH} levels deep.")
+            return False
+    return True
 
 
 def _read_xml_call(body: str, schemas: Mapping[str, Schema]) -> ToolCall:

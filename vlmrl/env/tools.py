@@ -41,7 +41,7 @@ from vlmrl.env.tool_arguments import hinted_arguments
 from vlmrl.env.tool_calls import Schema, ToolCall, parameters_of, read_tool_calls, tool_name
 from vlmrl.env.tool_schema import check_arguments
 from vlmrl.multimodal.images import DecodedImage
-from vlmrl.multimodal.messages import is_image
+from vlmrl.multimodal.messages import is_image, text_part
 from vlmrl.types import Message
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.utils.users_line import defined_at
@@ -284,7 +284,7 @@ def parts_of(value: Any) -> list[dict[str, Any]]:
         return [{"type": "image", "image": image}]
     if isinstance(value, Observation):
         images = [{"type": "image", "image": image} for image in value.get("multi_modal_data", {}).get("image", [])]
-        return [*images, _text(encodable(value["obs_str"]))]
+        return [*images, text_part(encodable(value["obs_str"]))]
     inner: list[dict[str, Any]] = []
 
     def plain(item: Any) -> Any:
@@ -296,7 +296,7 @@ def parts_of(value: Any) -> list[dict[str, Any]]:
         return item.item() if isinstance(item, np.generic) else str(item)
 
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=plain)
-    return [*inner, _text(encodable("" if value is None else text))]
+    return [*inner, text_part(encodable("" if value is None else text))]
 
 
 def _image_of(value: Any) -> Image.Image | DecodedImage | None:
@@ -314,7 +314,3 @@ def tool_message(parts: list[dict[str, Any]]) -> Message:
     """A tool's result, as :func:`parts_of` makes it, as a message."""
     has_images = any(part["type"] == "image" for part in parts)
     return {"role": "tool", "content": parts if has_images else "".join(part["text"] for part in parts)}
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}

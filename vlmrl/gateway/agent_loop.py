@@ -7,6 +7,7 @@ import inspect
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -24,18 +25,16 @@ from vlmrl.utils.users_line import describe_error
 from vlmrl.utils.work_pool import cpu_pool
 
 
+@dataclass(eq=False, repr=False)
 class AgentLoop:
     """Plays episodes with the user's agent; has the interface of the turn loop."""
 
-    def __init__(
-        self, agents: Agents, engine: Engine, renderer: Renderer, store: MediaStore | None, config: Rollout, seed: int
-    ) -> None:
-        self.agents = agents
-        self.engine = engine
-        self.renderer = renderer
-        self.store = store
-        self.config = config
-        self.seed = seed
+    agents: Agents
+    engine: Engine
+    renderer: Renderer
+    store: MediaStore | None
+    config: Rollout
+    seed: int
 
     async def play(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
         """Play one episode. A failure of the agent makes the trajectory fail."""

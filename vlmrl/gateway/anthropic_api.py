@@ -75,7 +75,7 @@ def _conversation(body: dict[str, Any], images: RequestImages) -> list[Message]:
     messages: list[Message] = []
     system = body.get("system")
     if system:
-        messages.append({"role": "system", "content": _content(system, "system", None)})
+        messages.append({"role": "system", "content": content_field(system, "system", _part, None)})
     given = list_field(body.get("messages"), "messages")
     for index, each in enumerate(given):
         where = f"messages[{index}]"
@@ -86,7 +86,7 @@ def _conversation(body: dict[str, Any], images: RequestImages) -> list[Message]:
         elif role == "assistant":
             messages.append(_assistant(content, f"{where}.content"))
         elif role == "system":
-            messages.append({"role": "system", "content": _content(content, f"{where}.content", None)})
+            messages.append({"role": "system", "content": content_field(content, f"{where}.content", _part, None)})
         else:
             refuse(f"{where}.role", "user, assistant or system", role)
     if not given or given[-1]["role"] == "assistant":
@@ -114,14 +114,9 @@ def _user(content: Any, where: str, images: RequestImages) -> list[Message]:
 
 def _result(block: dict[str, Any], where: str, images: RequestImages) -> Message:
     content = block.get("content")
-    shown = "" if content is None else _content(content, f"{where}.content", images)
+    shown = "" if content is None else content_field(content, f"{where}.content", _part, images)
     call = id_field(block.get("tool_use_id"), f"{where}.tool_use_id")
     return {"role": "tool", "content": shown, "tool_call_id": call}
-
-
-def _content(value: Any, where: str, images: RequestImages | None) -> str | list[dict[str, Any]]:
-    """Text, or blocks of text and, where ``images`` are read, of images."""
-    return content_field(value, where, lambda part, place: _part(part, place, images))
 
 
 def _part(block: dict[str, Any], where: str, images: RequestImages | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse, IssuedCall
@@ -104,7 +104,7 @@ def read_openai_request(body: dict[str, Any], images: RequestImages) -> ParsedRe
         stop=stop_field(body.get("stop"), "stop"),
         seed=seed_field(body.get("seed")),
         reads_calls=body.get("tool_choice") != "none",
-        overridden=_overridden(body),
+        overridden=overridden_fields(body, READ | WITHOUT_EFFECT | REFUSED.keys()),
     )
     return ParsedRequest(
         chat,
@@ -115,13 +115,14 @@ def read_openai_request(body: dict[str, Any], images: RequestImages) -> ParsedRe
     )
 
 
-def _overridden(body: dict[str, Any]) -> tuple[str, ...]:
+def overridden_fields(body: dict[str, Any], known: Set[str]) -> tuple[str, ...]:
+    """The fields in place of which the run's settings are used; ``unknown`` if there are others than ``known`` ones."""
     names = [name for name in OVERRIDDEN if body.get(name) is not None]
     if body.get("tool_choice") not in (None, "auto", "none"):
         names.append("tool_choice")
     if body.get("parallel_tool_calls") is False:
         names.append("parallel_tool_calls")
-    if body.keys() - READ - WITHOUT_EFFECT - REFUSED.keys() - set(OVERRIDDEN):
+    if body.keys() - known - set(OVERRIDDEN):
         names.append("unknown")
     return tuple(names)
 
@@ -141,8 +142,8 @@ def _message(value: Any, where: str, images: RequestImages) -> Message:
     if role not in ("system", "developer", "user", "tool"):
         refuse(f"{where}.role", ROLES, role)
     shown: Message = {"role": "system" if role == "developer" else role}
-    shown["content"] = _content(
-        message.get("content"), f"{where}.content", images if role in ("user", "tool") else None
+    shown["content"] = content_field(
+        message.get("content"), f"{where}.content", _part, images if role in ("user", "tool") else None
     )
     if role == "tool":
         shown["tool_call_id"] = id_field(message.get("tool_call_id"), f"{where}.tool_call_id")
@@ -155,7 +156,7 @@ def _assistant(message: dict[str, Any], where: str, images: RequestImages) -> Me
     content = message.get("content")
     shown: Message = {"role": "assistant", "content": ""}
     if content is not None:
-        shown["content"] = _content(content, f"{where}.content", None)
+        shown["content"] = content_field(content, f"{where}.content", _part, None)
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(reasoning, str):
         shown["reasoning_content"] = reasoning
@@ -182,11 +183,6 @@ def repeated_call(call_id: str, function: dict[str, Any], where: str) -> dict[st
             refuse(field, "a JSON object", arguments)
     check_depth(object_field(arguments, field), field)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _content(value: Any, where: str, images: RequestImages | None) -> str | list[dict[str, Any]]:
-    """A message's content. ``images`` is ``None`` where it may have none."""
-    return content_field(value, where, lambda part, place: _part(part, place, images))
 
 
 def _part(part: dict[str, Any], where: str, images: RequestImages | None) -> dict[str, Any]:

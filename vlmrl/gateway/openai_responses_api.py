@@ -9,11 +9,11 @@ from typing import Any
 
 from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.openai_api import (
-    OVERRIDDEN,
     REFUSED,
     arguments_text,
     function_tool,
     openai_error,
+    overridden_fields,
     repeated_call,
     token_logprobs,
 )
@@ -70,7 +70,7 @@ def read_responses_request(body: dict[str, Any], images: RequestImages) -> Parse
         stop=stop_field(body.get("stop"), "stop"),
         seed=seed_field(body.get("seed")),
         reads_calls=body.get("tool_choice") != "none",
-        overridden=_overridden(body),
+        overridden=overridden_fields(body, READ | WITHOUT_EFFECT | REFUSED_BY_RESPONSES.keys()),
     )
     return ParsedRequest(
         chat,
@@ -78,17 +78,6 @@ def read_responses_request(body: dict[str, Any], images: RequestImages) -> Parse
         stream=flag_field(body.get("stream"), "stream"),
         logprobs=LOGPROBS in list_field(body.get("include") or [], "include"),
     )
-
-
-def _overridden(body: dict[str, Any]) -> tuple[str, ...]:
-    names = [name for name in OVERRIDDEN if body.get(name) is not None]
-    if body.get("tool_choice") not in (None, "auto", "none"):
-        names.append("tool_choice")
-    if body.get("parallel_tool_calls") is False:
-        names.append("parallel_tool_calls")
-    if body.keys() - READ - WITHOUT_EFFECT - REFUSED_BY_RESPONSES.keys() - set(OVERRIDDEN):
-        names.append("unknown")
-    return tuple(names)
 
 
 def _conversation(body: dict[str, Any], images: RequestImages) -> list[Message]:
@@ -104,13 +93,13 @@ def _conversation(body: dict[str, Any], images: RequestImages) -> list[Message]:
         item = object_field(each, where)
         kind, role = item.get("type") or "message", item.get("role")
         if kind == "function_call_output":
-            shown = _content(item.get("output"), f"{where}.output", images)
+            shown = content_field(item.get("output"), f"{where}.output", _part, images)
             call = id_field(item.get("call_id"), f"{where}.call_id")
             messages.append({"role": "tool", "content": shown, "tool_call_id": call})
         elif kind != "message" or role == "assistant":
             _add_to_response(messages, kind, item, where)
         elif role in ("user", "system", "developer"):
-            shown = _content(item.get("content"), f"{where}.content", images if role == "user" else None)
+            shown = content_field(item.get("content"), f"{where}.content", _part, images if role == "user" else None)
             messages.append({"role": "system" if role == "developer" else role, "content": shown})
         else:
             refuse(f"{where}.role", "user, assistant, system or developer", role)
@@ -125,7 +114,7 @@ def _add_to_response(messages: list[Message], kind: str, item: dict[str, Any], w
         last = {"role": "assistant", "content": ""}
         messages.append(last)
     if kind == "message":
-        last["content"] = _content(item.get("content"), f"{where}.content", None)
+        last["content"] = content_field(item.get("content"), f"{where}.content", _part, None)
     elif kind == "function_call":
         call_id = id_field(item.get("call_id"), f"{where}.call_id")
         last.setdefault("tool_calls", []).append(repeated_call(call_id, item, where))
@@ -136,11 +125,6 @@ def _add_to_response(messages: list[Message], kind: str, item: dict[str, Any], w
             last["reasoning_content"] = "".join(texts)
     else:
         refuse(f"{where}.type", "message, function_call, function_call_output or reasoning", kind)
-
-
-def _content(value: Any, where: str, images: RequestImages | None) -> str | list[dict[str, Any]]:
-    """The content of an item. ``images`` is ``None`` where it may have none."""
-    return content_field(value, where, lambda part, place: _part(part, place, images))
 
 
 def _part(part: dict[str, Any], where: str, images: RequestImages | None) -> dict[str, Any]:

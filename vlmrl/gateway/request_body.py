@@ -7,14 +7,14 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from vlmrl.env.tool_calls import MAX_DEPTH, is_deep
 from vlmrl.gateway.chat import ChatError, ChatRequest
 from vlmrl.multimodal.messages import MOST_VALUES, has_many_values
 from vlmrl.types import Message
 from vlmrl.utils.json_files import json_body
 
-MAX_DEPTH = 100  # of tool schemas and of a call's arguments
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; each sampled token is compared with their tokens
 MAX_SEED = 2**63
@@ -23,6 +23,8 @@ MAX_KEY_LENGTH = 256  # characters of a reward's id, or of a tool call's
 # Characters of reasoning and calls in a request: they have no tokens where a template does not show them.
 MAX_BESIDE = 2**22
 FORM_REMEDY = "ask for the form in the prompt or offer it as a tool, since the run samples from the policy alone"
+
+Images = TypeVar("Images")
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,8 @@ def stop_field(value: Any, field: str) -> tuple[str, ...]:
 
 def check_depth(value: Any, field: str) -> None:
     """Raises ChatError for a value that is nested so deeply that code which follows it would exceed Python's stack."""
-    layer: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        inner = [item.values() if isinstance(item, dict) else item for item in layer]
-        layer = [each for values in inner for each in values if isinstance(each, dict | list)]
-        if not layer:
-            return
-    raise ChatError(400, field, f"{field} must not be nested more than {MAX_DEPTH} levels deep.")
+    if is_deep(value):
+        raise ChatError(400, field, f"{field} must not be nested more than {MAX_DEPTH} levels deep.")
 
 
 def refuse_fields(body: Mapping[str, Any], refused: Mapping[str, tuple[Sequence[Any], str]]) -> None:
@@ -135,15 +132,18 @@ def refuse_fields(body: Mapping[str, Any], refused: Mapping[str, tuple[Sequence[
 
 
 def content_field(
-    value: Any, field: str, part: Callable[[dict[str, Any], str], dict[str, Any]]
+    value: Any, field: str, part: Callable[[dict[str, Any], str, Images], dict[str, Any]], images: Images
 ) -> str | list[dict[str, Any]]:
-    """A message's content: a string, or a list of parts, each as ``part(object, its field)``, as :func:`one_text`."""
+    """A message's content: a string, or a list of parts, each as ``part(object, its field, images)``, as :func:`one_text`.
+
+    ``images`` is ``None`` where it may have none.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         refuse(field, "a string or a list of parts", value)
     places = [f"{field}[{i}]" for i in range(len(value))]
-    return one_text([part(object_field(each, place), place) for each, place in zip(value, places, strict=True)])
+    return one_text([part(object_field(each, place), place, images) for each, place in zip(value, places, strict=True)])
 
 
 def one_text(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

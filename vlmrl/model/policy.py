@@ -78,11 +78,6 @@ class Policy(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
-    @property
-    def layer_kinds(self) -> list[str]:
-        """Each layer's kind, under Hugging Face's names: ``full_attention`` or ``linear_attention``."""
-        return layer_kinds(self.config)
-
     def frozen_copy(self) -> Policy:
         """A copy with frozen weights: the reference of a KL penalty."""
         copied = copy.deepcopy(self.model)
@@ -216,6 +211,7 @@ class Policy(nn.Module):
 
 
 def layer_kinds(config: Any) -> list[str]:
+    """Each layer's kind, under Hugging Face's names: ``full_attention`` or ``linear_attention``."""
     text = config.get_text_config()
     return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
 

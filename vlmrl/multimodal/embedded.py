@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import os.path
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from PIL import Image
 
 from vlmrl.multimodal.fetch import fetch, is_url
 from vlmrl.multimodal.images import DecodedImage, content_of, describe, encode_png, mime_type, naming, read_image_file
+from vlmrl.multimodal.messages import values_of
 from vlmrl.utils.http import http_loop
 from vlmrl.utils.kept import Kept
 from vlmrl.utils.threads import SingleFlight
@@ -99,7 +100,8 @@ def refusing_sources_of(payload: Any) -> Refuse:
     ``payload`` is what the client's request was restored to. Its strings have any length: a URL may be long, and so may a path, of
     which ``pathlib`` opens ``a/././b`` as ``a/b``.
     """
-    named = {_place(text) for text in _strings(payload) if not is_data_uri(text)}
+    texts = (each for each in values_of(payload) if isinstance(each, str))
+    named = {_place(text) for text in texts if not is_data_uri(text)}
 
     def refuse(source: Any) -> None:
         path = (source.get("path") if not source.get("bytes") else None) if isinstance(source, dict) else source
@@ -110,17 +112,6 @@ def refusing_sources_of(payload: Any) -> Refuse:
             )
 
     return refuse
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, names of fields included."""
-    inner = [value]
-    while inner:
-        each = inner.pop()
-        if isinstance(each, str):
-            yield each
-        elif isinstance(each, dict | list):
-            inner += (*each, *each.values()) if isinstance(each, dict) else each
 
 
 def _place(source: str) -> str:

@@ -64,10 +64,9 @@ def masked_rows(
     shown = renderer.adapt_tool_messages(messages)
     try:
         clean, images = renderer.clean(shown)
-        renderer.check_tools(tools)
+        schemas = renderer.check_tools(tools)
     except ValueError as error:
         raise RowError("template", str(error)) from error
-    schemas = renderer.clean_tools(tools)
     places = [place for place, message in enumerate(shown) if message["role"] == "assistant"]
     rows: list[MaskedRow] = []
     known: str | None = None  # the text of the last row

@@ -32,7 +32,7 @@ def tools_as_user(messages: Sequence[Message]) -> list[Message]:
         parts: list[dict[str, Any]] = []
         for message in run:
             opening = Markup("\n" + TOOL_TAGS[0]) if parts else TOOL_TAGS[0]
-            parts += [_text(opening), *parts_of_message(message), _text(TOOL_TAGS[1])]
+            parts += [text_part(opening), *parts_of_message(message), text_part(TOOL_TAGS[1])]
         shown.append({"role": "user", "content": parts})
     return shown
 
@@ -40,7 +40,7 @@ def tools_as_user(messages: Sequence[Message]) -> list[Message]:
 def parts_of_message(message: Message) -> list[dict[str, Any]]:
     """A message's content as a list of parts."""
     content = message.get("content") or []
-    return [_text(content)] if isinstance(content, str) else content
+    return [text_part(content)] if isinstance(content, str) else content
 
 
 def is_long(value: Any) -> bool:
@@ -48,31 +48,30 @@ def is_long(value: Any) -> bool:
 
     Counts the characters of all texts, names of fields included, and each value as one; it stops counting at :data:`LONG_TEXT`.
     """
-    left, inner = LONG_TEXT, [value]
-    while inner and left >= 0:
-        each = inner.pop()
+    left = LONG_TEXT
+    for each in values_of(value):
         left -= 1 + (len(each) if isinstance(each, str) else 0)
-        if isinstance(each, dict | list | tuple):
-            inner.extend((*each, *each.values()) if isinstance(each, dict) else each)
-    return left < 0
+        if left < 0:
+            return True
+    return False
 
 
 def has_many_values(value: Any) -> bool:
     """Whether messages, calls or tools have more than MOST_VALUES values, names of fields included."""
-    return sum(1 for _ in islice(_values(value), MOST_VALUES + 1)) > MOST_VALUES
+    return sum(1 for _ in islice(values_of(value), MOST_VALUES + 1)) > MOST_VALUES
 
 
 def characters_of(value: Any) -> int:
     """The characters of all texts in messages or tool schemas, names of fields included, and one for each other value."""
-    return sum(len(each) if isinstance(each, str) else 1 for each in _values(value))
+    return sum(len(each) if isinstance(each, str) else 1 for each in values_of(value))
 
 
 def bytes_of(value: Any) -> int:
     """The memory that messages and tool schemas take at most, without their images."""
-    return sum(sys.getsizeof(each) if isinstance(each, str) else VALUE_BYTES for each in _values(value))
+    return sum(sys.getsizeof(each) if isinstance(each, str) else VALUE_BYTES for each in values_of(value))
 
 
-def _values(value: Any) -> Iterator[Any]:
+def values_of(value: Any) -> Iterator[Any]:
     """All that is in a JSON value, itself and names of fields included."""
     inner = [value]
     while inner:
@@ -85,7 +84,8 @@ def _values(value: Any) -> Iterator[Any]:
         yield each
 
 
-def _text(text: str) -> dict[str, Any]:
+def text_part(text: str) -> dict[str, Any]:
+    """A text as a part of a message."""
     return {"type": "text", "text": text}
 
 

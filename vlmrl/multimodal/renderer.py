@@ -94,7 +94,6 @@ class Renderer:
         self._heads: Kept[array[int]] = Kept(KEPT_BYTES, lambda ids: ids.itemsize * len(ids))
         self._keeps_heads = self._most_characters is not None and cuts_cleanly(tokenizer, self.end_of_turn_id)
         self._texts: dict[int, str] = {}
-        self._image: str | None = None
         self._shown_roles: dict[tuple[str, bool], bool] = {}
         self._template = _with_times(self.chat_template)
         self._takes_strings = True
@@ -111,12 +110,8 @@ class Renderer:
         """
         self._check_roles(messages, begins=True)
         clean, images = self.clean(messages)
-        text = self.write(clean, self._shown_tools(tools))
+        text = self.write(clean, self.check_tools(tools))
         return self._finish(text, images, messages, limit, keeps_head=bool(tools))
-
-    def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
-        """Raise ValueError if the chat template does not render the tools."""
-        self._shown_tools(tools)
 
     def check_length(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], limit: int) -> None:
         """Raise TooLongError for contents and tools whose texts certainly have more than ``limit`` tokens, without rendering them."""
@@ -133,7 +128,8 @@ class Renderer:
         if limit is not None and self._most_characters and characters > limit * self._most_characters:
             raise TooLongError(-(-characters // self._most_characters))
 
-    def _shown_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    def check_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """:meth:`clean_tools`. Raises ValueError if the chat template does not render the tools."""
         schemas = self.clean_tools(tools)
         if schemas and self._base(schemas) == self._base(None):
             raise ValueError(
@@ -236,7 +232,7 @@ class Renderer:
         self._check_appended(images)
         content = clean["content"]
         shown = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        text = "".join(part["text"] if part["type"] == "text" else self._image_text() for part in shown)
+        text = "".join(part["text"] if part["type"] == "text" else self._image_text for part in shown)
         return self._finish(text, images, messages, limit)
 
     def conversation(
@@ -385,17 +381,16 @@ class Renderer:
         """The id of the token that the template writes before each image, such as ``<|vision_start|>``. None: it writes none."""
         if self.image_token is None:
             return None
-        return next(reversed(self.encode_written(self._image_text().partition(self.image_token)[0])), None)
+        return next(reversed(self.encode_written(self._image_text.partition(self.image_token)[0])), None)
 
+    @cached_property
     def _image_text(self) -> str:
         """An image as the template writes it, such as ``<|vision_start|><|image_pad|><|vision_end|>``."""
-        if self._image is None:
-            parts = [{"type": "text", "text": "("}, {"type": "image"}, {"type": "text", "text": ")"}]
-            before = self.write([*BASE, {"role": "user", "content": [parts[0], parts[2]]}], None)
-            after = self.write([*BASE, {"role": "user", "content": parts}], None)
-            start = before.rindex("()") + 1
-            self._image = after[start : len(after) - (len(before) - start)]
-        return self._image
+        parts = [{"type": "text", "text": "("}, {"type": "image"}, {"type": "text", "text": ")"}]
+        before = self.write([*BASE, {"role": "user", "content": [parts[0], parts[2]]}], None)
+        after = self.write([*BASE, {"role": "user", "content": parts}], None)
+        start = before.rindex("()") + 1
+        return after[start : len(after) - (len(before) - start)]
 
     def _check_appended(self, images: list[ImageSource]) -> None:
         """Raise ValueError for an observation's images, rendered without earlier ones, if the template numbers images."""

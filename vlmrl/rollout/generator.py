@@ -15,7 +15,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 from typing import Any, get_args
 
@@ -227,24 +227,16 @@ def _with_own_lists(turn: Turn) -> Turn:
     return copy
 
 
+@dataclass(eq=False, repr=False)
 class GeneratorLoop:
     """Plays episodes with the user's generator; has the interface of the turn loop."""
 
-    def __init__(
-        self,
-        generate: Generate,
-        engine: Engine,
-        renderer: Renderer,
-        store: MediaStore | None,
-        config: Rollout,
-        seed: int,
-    ) -> None:
-        self.generate = generate
-        self.engine = engine
-        self.renderer = renderer
-        self.store = store
-        self.config = config
-        self.seed = seed
+    generate: Generate
+    engine: Engine
+    renderer: Renderer
+    store: MediaStore | None
+    config: Rollout
+    seed: int
 
     async def play(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
         """Play one episode. An exception of the generator makes the trajectory fail."""

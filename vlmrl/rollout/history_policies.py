@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vlmrl.multimodal.messages import copied, images_of
+from vlmrl.multimodal.messages import copied, images_of, parts_of_message
 from vlmrl.types import Message
 
 Messages = list[Message]
@@ -111,8 +111,9 @@ def keep_images(messages: Messages, first: int = 0, last: int = 1, every: int = 
 
     shown = []
     for message in messages:
-        parts = [each for part in _parts(message) for each in kept(part)]
-        shown.append({**message, "content": parts} if parts != _parts(message) else message)
+        before = parts_of_message(message)
+        parts = [each for part in before for each in kept(part)]
+        shown.append({**message, "content": parts} if parts != before else message)
     return shown
 
 
@@ -155,11 +156,6 @@ def _responses(messages: Messages, task: int) -> list[int]:
 
 def _is_plain_response(message: Message) -> bool:
     return message["role"] == "assistant" and isinstance(message.get("content"), str)
-
-
-def _parts(message: Message) -> list[dict[str, Any]]:
-    content = message.get("content") or []
-    return [] if isinstance(content, str) else content
 
 
 HISTORY_POLICIES: dict[str, Callable[..., Messages | Awaitable[Messages]]] = {

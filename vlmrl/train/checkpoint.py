@@ -18,7 +18,7 @@ import shutil
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -162,13 +162,13 @@ def readable(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of one run, one after each ``every`` steps if that is not 0. Only the newest ``keep`` are kept."""
 
-    def __init__(self, folder: Path, keep: int, every: int = 0) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.every = every
+    folder: Path
+    keep: int
+    every: int = 0
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether to write one after ``step``. If ``every`` is 0: only after the last step of a run that has one already."""

@@ -18,7 +18,7 @@ from vlmrl.engine.hf.rows import BatchState, KeptRow, KeptRows, RequestRow, comp
 from vlmrl.engine.hf.sampling import Sampling
 from vlmrl.families.base import ImageFeatures
 from vlmrl.model.expert_routing import ExpertRouters, routing_from_indices
-from vlmrl.model.policy import Policy
+from vlmrl.model.policy import Policy, layer_kinds
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import ExpertRouting
 
@@ -138,7 +138,7 @@ class RunningBatch(BatchState):
                     member.expert_routing = list(prefix.expert_routing)
         tokens, positions, real = tokens.to(device), positions.to(device), real.to(device)
         past = [prefix for prefix in prefixes if prefix is not None]
-        cache = _joined(past) if past else BatchCache.empty(self.policy.layer_kinds, len(first_rows), device)
+        cache = _joined(past) if past else BatchCache.empty(layer_kinds(self.policy.config), len(first_rows), device)
         owner = [index for index, rows in enumerate(prompts) for _ in rows]
         members = [row for rows in prompts for row in rows]
         stays = bool(past) and self.cache is None  # else it is copied or shared after this forward

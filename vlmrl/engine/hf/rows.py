@@ -144,12 +144,12 @@ class KeptRows:
             self._rows.clear()
 
 
+@dataclass(eq=False)
 class BatchState:
     """The rows in progress and their KV cache."""
 
-    def __init__(self) -> None:
-        self.rows: list[RequestRow] = []
-        self.cache: BatchCache | None = None
+    rows: list[RequestRow] = field(default_factory=list)
+    cache: BatchCache | None = None
 
 
 def complete(row: RequestRow) -> None:

@@ -32,7 +32,7 @@ from vlmrl.multimodal.images import (
     encode_png,
     image_size,
 )
-from vlmrl.multimodal.messages import MOST_VALUES, has_many_values, images_of, map_images
+from vlmrl.multimodal.messages import MOST_VALUES, has_many_values, images_of, map_images, values_of
 from vlmrl.types import ImageSource, Message, Task
 
 IMAGE, BYTES, FLOAT, ESCAPED = "$image", "$bytes", "$float", "$dict"
@@ -162,13 +162,7 @@ def deserialize_task(payload: Any) -> Task:
 
 def decoded_bytes(value: Any) -> int:
     """The memory that the images in a restored value take once they are decoded. The same image counts once."""
-    images, inner = dict[int, Image.Image](), [value]
-    while inner:
-        each = inner.pop()
-        if isinstance(each, Image.Image):
-            images[id(each)] = each
-        elif isinstance(each, dict | list):
-            inner += each.values() if isinstance(each, dict) else each
+    images = {id(each): each for each in values_of(value) if isinstance(each, Image.Image)}
     return sum(image.width * image.height * (1 if image.mode in BYTE_MODES else 4) for image in images.values())
 
 
