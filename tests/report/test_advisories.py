@@ -11,6 +11,7 @@ from vlmrl.report.advisories import CHECKS, Observed, advisories
 from vlmrl.report.run_log import RunLog, read_rows
 
 CONFIG = Config(rollout=Rollout(max_tokens=256, max_response_tokens=16), optim=Optim(lr=1e-4))
+DROPS = replace(CONFIG, train=Train(max_staleness=1, too_old="drop"))
 SOUND = {  # a step of a run that is well
     "trajectories": 64.0,
     "reward/mean": 0.5,
@@ -203,13 +204,16 @@ CASES = {  # what is observed: where it fires, and where not
     "long_trajectories_lost": (
         [
             Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [40, 40])] * 4),
-            Observed(CONFIG, rows(*[{"length_bias/sampled_tokens": 0.7}] * 5)),
+            Observed(DROPS, rows(*[{"length_bias/sampled_tokens": 0.7}] * 5)),
         ],
         [
             Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [11])] * 4),  # as long as the others
             Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [40, 40])]),  # one
             Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [])] * 4),  # failed before the first response
-            Observed(CONFIG, rows(*[{"length_bias/sampled_tokens": 0.97}] * 5)),
+            Observed(DROPS, rows(*[{"length_bias/sampled_tokens": 0.97}] * 5)),
+            Observed(
+                CONFIG, rows(*[{"length_bias/sampled_tokens": 0.7}] * 5)
+            ),  # waits for the long ones, still in progress
         ],
     ),
     "reward_below_start": (

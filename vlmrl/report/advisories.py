@@ -287,7 +287,7 @@ def _rewards(evaluations: Sequence[Record], kind: str) -> list[tuple[float, floa
 def long_trajectories_lost(seen: Observed) -> tuple[str, str] | None:
     """Failed episodes are longer than trained ones, or an asynchronous run trains the short ones."""
     bias = seen.values("length_bias/sampled_tokens")
-    if len(bias) >= 5 and bias[-1] < 0.9:
+    if seen.config.train.too_old == "drop" and len(bias) >= 5 and bias[-1] < 0.9:
         return (
             f"trained trajectories are {1 - bias[-1]:.0%} shorter than those played (length_bias/sampled_tokens): long ones are "
             "dropped, so that the policy may learn short responses. Set train.too_old wait or correct, or raise train.max_staleness.",
