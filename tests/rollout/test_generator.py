@@ -225,6 +225,15 @@ def test_a_generator_that_raises_or_hangs_fails_its_trajectory():
     assert "must return client.trajectory(...) or columns, but it returned None" in play(nothing).error
 
 
+def test_a_generator_that_cancels_its_own_task_fails_its_trajectory_alone():
+    async def cancels_itself(client, renderer, task):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    trajectory = play(cancels_itself)
+    assert (trajectory.ending, "it cancelled itself." in trajectory.error) == ("error", True)
+
+
 def test_a_trajectory_with_tokens_that_were_never_sampled_is_refused():
     async def forged(client, renderer, task):
         trajectory = await two_turns(client, renderer, task)

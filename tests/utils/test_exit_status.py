@@ -246,7 +246,41 @@ with threads.keeping_exit_status():
 def test_a_program_ends_if_processes_that_its_envs_have_started_hang(uses_a_pool: bool):
     done = ended(WAITS_FOR_PROCESSES.replace("USES_A_POOL", str(uses_a_pool)))
     assert (done.returncode, done.stdout) == (0, "0\n")
-    assert "vlmrl: the program waits for processes that it has started (" in done.stderr
+    assert "vlmrl: the program waits for what it has started (" in done.stderr
+
+
+WAITS_FOR_A_THREAD = """
+import atexit, threading
+from concurrent.futures import ThreadPoolExecutor
+from vlmrl.utils import threads
+from vlmrl.utils.threads import DaemonPool, keeping_exit_status
+
+threads.END_SECONDS = threads.PROCESS_SECONDS = 0.5
+idle = ThreadPoolExecutor(1, "idle")
+idle.submit(int).result()
+
+def step():
+    if USES_A_POOL:
+        pool = ThreadPoolExecutor(1, "limited")
+        try:
+            pool.submit(threading.Event().wait).result(timeout=0.01)
+        except TimeoutError:
+            pool.shutdown(wait=False)
+    else:
+        threading.Thread(target=threading.Event().wait, name="limited_0", daemon=False).start()
+
+atexit.register(print, "registered functions are called")
+with keeping_exit_status(), keeping_exit_status():
+    DaemonPool("env").submit(step).result()
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("uses_a_pool", [False, True])
+def test_a_program_ends_if_a_thread_that_an_ended_call_of_an_env_has_started_hangs(uses_a_pool: bool):
+    done = ended(WAITS_FOR_A_THREAD.replace("USES_A_POOL", str(uses_a_pool)))
+    assert (done.returncode, done.stdout) == (3, "registered functions are called\n")
+    assert done.stderr == "vlmrl: the program waits for what it has started (limited_0); it ends in 0.5 s\n"
 
 
 INTERRUPTED = """

@@ -255,6 +255,12 @@ class GeneratorLoop:
             trajectory.ending, trajectory.error = "aborted", str(error)
         except EngineError as error:
             trajectory.ending, trajectory.error = "error", str(error)
+        except asyncio.CancelledError:
+            here = asyncio.current_task()
+            if here is not None and here.cancelling():  # the run ends it
+                raise
+            trajectory.ending = "error"
+            trajectory.error = f"{name_of(self.generate)}, task {task.id}: it cancelled itself."
         except Exception as error:
             reward, failure = self.config.truncated_reward, error
             if reward is not None and trajectory.turns and client.sampler.limit(trajectory.turns) is not None:

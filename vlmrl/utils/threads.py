@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures.thread import _python_exit
+from concurrent.futures.thread import _python_exit, _threads_queues
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -33,11 +33,14 @@ T = TypeVar("T")
 
 GRACE_SECONDS = 2.0  # at the end of a program, for threads that compute
 END_SECONDS = 10.0  # for the cancelled tasks of a loop to end, and for threads that are no daemons if a call hangs
-PROCESS_SECONDS = 600.0  # at the end of a program, for processes that are no daemons: one may upload a model
+PROCESS_SECONDS = (
+    600.0  # at the end of a program, for processes and threads that are no daemons: one may upload a model
+)
 OUT_OF_A_LOOP = (SystemExit, KeyboardInterrupt, IndexError)
 """What ends a loop: tasks that call `exit()`, as a policy's code does, and nest_asyncio, which takes callbacks that were counted."""
 _BUSY: set[threading.Thread] = set()
 _ENDING = threading.Event()  # the interpreter ends: threads take no more calls
+_LIMITED = threading.Event()  # the time of what Python waits for at the end is limited
 
 
 def check_not_forked(process: int) -> None:
@@ -301,29 +304,40 @@ def keeping_exit_status() -> Iterator[None]:
         status = 130
         raise
     finally:
-        if _BUSY:  # to be called before Python waits for the threads of pools, of which one may hang
+        # Both are called before Python waits for the threads of pools, of which one may hang, and the last one first.
+        if _lasting():
+            threading._register_atexit(_limit_lasting, status)  # type: ignore[attr-defined]
+        if _BUSY:
             threading._register_atexit(_end_without_finalization, status)  # type: ignore[attr-defined]
-        if multiprocessing.active_children():
-            threading._register_atexit(_limit_processes)  # type: ignore[attr-defined]
 
 
-def _limit_processes() -> None:
-    """Called when the program ends: Python waits for processes that a user's code has started and that are no daemons."""
+def _lasting() -> list[Any]:
+    """The processes and threads that Python waits for when the program ends: those that are no daemons, and all threads of pools."""
+    processes = [each for each in multiprocessing.active_children() if not each.daemon]
+    others = [each for each in threading.enumerate() if each is not threading.main_thread()]
+    return processes + [each for each in others if not each.daemon or each in _threads_queues]
 
-    def left() -> list[Any]:
-        return [each for each in multiprocessing.active_children() if not each.daemon]
 
-    def kill() -> None:
-        time.sleep(END_SECONDS)
-        if names := ", ".join(each.name for each in left()):
-            with contextlib.suppress(Exception):
-                limit = f"it kills them in {PROCESS_SECONDS:g} s"
-                print(f"vlmrl: the program waits for processes that it has started ({names}); {limit}", file=sys.stderr)
-        time.sleep(PROCESS_SECONDS)
-        for process in left():
-            process.kill()
+def _limit_lasting(status: int) -> None:
+    """Called when the program ends, before Python waits: a call that an env has given up may go on in a thread of the env's own."""
+    if not _LIMITED.is_set():
+        _LIMITED.set()
+        threading.Thread(target=_end_lasting, args=(status,), daemon=True).start()
 
-    threading.Thread(target=kill, daemon=True).start()
+
+def _end_lasting(status: int) -> None:
+    time.sleep(END_SECONDS)
+    if names := ", ".join(each.name for each in _lasting()):
+        with contextlib.suppress(Exception):
+            limit = f"it ends in {PROCESS_SECONDS:g} s"
+            print(f"vlmrl: the program waits for what it has started ({names}); {limit}", file=sys.stderr)
+    time.sleep(PROCESS_SECONDS)
+    for each in _lasting():
+        if not isinstance(each, threading.Thread):
+            each.kill()
+    time.sleep(END_SECONDS)
+    if _lasting():
+        _end_now(status)
 
 
 def _end_without_finalization(status: int) -> None:
@@ -338,6 +352,11 @@ def _end_without_finalization(status: int) -> None:
     if left := ", ".join(thread.name for thread in others if thread.is_alive()):
         with contextlib.suppress(Exception):
             print(f"vlmrl: the process ends while threads still work: {left}", file=sys.stderr)
+    _limit_lasting(status)  # the registered functions wait for processes
+    _end_now(status)
+
+
+def _end_now(status: int) -> None:
     atexit.unregister(_wait_for_busy_threads)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
