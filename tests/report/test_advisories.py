@@ -211,9 +211,7 @@ CASES = {  # what is observed: where it fires, and where not
             Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [40, 40])]),  # one
             Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [])] * 4),  # failed before the first response
             Observed(DROPS, rows(*[{"length_bias/sampled_tokens": 0.97}] * 5)),
-            Observed(
-                CONFIG, rows(*[{"length_bias/sampled_tokens": 0.7}] * 5)
-            ),  # waits for the long ones, still in progress
+            Observed(CONFIG, rows(*[{"length_bias/sampled_tokens": 0.7}] * 5)),  # long ones are still in progress
         ],
     ),
     "reward_below_start": (

@@ -33,9 +33,8 @@ T = TypeVar("T")
 
 GRACE_SECONDS = 2.0  # at the end of a program, for threads that compute
 END_SECONDS = 10.0  # for the cancelled tasks of a loop to end, and for threads that are no daemons if a call hangs
-PROCESS_SECONDS = (
-    600.0  # at the end of a program, for processes and threads that are no daemons: one may upload a model
-)
+# At the end of a program, for processes and threads that are no daemons: one may upload a model.
+PROCESS_SECONDS = 600.0
 OUT_OF_A_LOOP = (SystemExit, KeyboardInterrupt, IndexError)
 """What ends a loop: tasks that call `exit()`, as a policy's code does, and nest_asyncio, which takes callbacks that were counted."""
 _BUSY: set[threading.Thread] = set()
