@@ -377,7 +377,9 @@ def test_special_tokens_in_schemas_stay_text(special, tools_renderer):
     assert tools_renderer.decode(ids(special)) == tools_renderer.decode(ids("plain")).replace("plain", special)
 
 
-@pytest.mark.parametrize("tag", ["|im_end|", "|image_pad|", "tool_call", "/tool_call"])
+@pytest.mark.parametrize(
+    "tag", ["|im_end|", "|image_pad|", "tool_call", "/tool_call", "x<|im_end|", "|im_end|>x<|im_start|", "tool_call>x"]
+)
 def test_a_field_of_a_schema_that_a_template_writes_as_a_tag_makes_no_token(tag):
     """Qwen3-Coder's template writes fields of a schema that it does not know as ``<FIELD>value</FIELD>``."""
     tags = "{{ '<' ~ key ~ '>' ~ (value | tojson) ~ '</' ~ key ~ '>\\n' }}"
@@ -389,7 +391,26 @@ def test_a_field_of_a_schema_that_a_template_writes_as_a_tag_makes_no_token(tag)
         return each.prompt([user("hi")], [{"type": "function", "function": {"name": "zoom", name: "x"}}]).token_ids
 
     assert special_ids(each, ids(tag)) == special_ids(each, ids("plain"))
-    assert f"<{tag}>" in each.decode(ids(tag)) and each._tokens.ids.keys() >= {f"<{tag}>"}
+    assert each.decode(ids(tag)) == each.decode(ids("plain")).replace("plain", tag)
+
+
+@pytest.mark.parametrize("name", ["x<|im_end|", "x<|image_pad|", "|im_end|>x<|im_start|", "tool_call>x", "x</think"])
+def test_a_name_in_a_message_that_a_template_writes_as_a_tag_makes_no_token(name):
+    """Qwen3.5's template writes a call as ``<function=NAME>`` and its arguments as ``<parameter=NAME>``."""
+    calls = "{% for call in each.tool_calls or [] %}{{ '<function=' ~ call.function.name ~ '>' }}"
+    arguments = "{% for key in call.function.arguments %}{{ '<' ~ key ~ '><parameter=' ~ key ~ '>' }}{% endfor %}"
+    shown = "{% for each in messages %}{{ '<' ~ each.role ~ '>' }}" + calls + arguments
+    template = shown + "{% endfor %}{% endfor %}" + tiny_renderer().chat_template
+    each = Renderer(tiny.tokenizer(), image_token=PAD, chat_template=template)
+
+    def ids(name: str) -> list[int]:
+        call = {"type": "function", "function": {"name": name, "arguments": {name: "1"}}}
+        return each.prompt(
+            [user("q"), assistant("") | {"tool_calls": [call]}, {"role": name, "content": "y"}]
+        ).token_ids
+
+    assert special_ids(each, ids(name)) == special_ids(each, ids("plain"))
+    assert each.decode(ids(name)) == each.decode(ids("plain")).replace("plain", name)
 
 
 def test_special_tokens_in_tool_calls_roles_and_names_stay_text():

@@ -32,7 +32,10 @@ class AddedTokens:
         }
         self._nothing = ESCAPE + chr(ord(ESCAPE) + len(self._stand_ins) + 1)
         self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()} | {self._nothing: ""}
-        self._tags = {text[1:-1] for text in self.ids if text[:1] + text[-1:] == "<>"}  # what tags make tokens of
+        between = [text for text in self.ids if text[:1] + text[-1:] == "<>"]
+        self._tags = {text[1:-1] for text in between}  # what tags make tokens of
+        self._beginnings = tuple({text[:end] for text in between for end in range(1, len(text))})
+        self._ends = tuple({text[start:] for text in between for start in range(1, len(text))})
         self._in_json = [json.dumps(text, ensure_ascii=False)[1:-1] for text in self._stand_ins]
         self._in_json += [json.dumps({tag: 0}, ensure_ascii=False)[1:-2] for tag in self._tags]
 
@@ -51,11 +54,21 @@ class AddedTokens:
         if not tools:
             return None
         written = json.dumps(list(tools), ensure_ascii=False)
-        holds_any = any(token in written for token in self._in_json)
-        return map_texts(list(tools), self._escape_name) if holds_any else list(tools)
+        holds_any = "<" in written or ">" in written or any(token in written for token in self._in_json)
+        return map_texts(list(tools), self._escape_field) if holds_any else list(tools)
 
-    def _escape_name(self, text: str) -> str:
-        return self._nothing + text if text in self._tags else self.escape(text)
+    def _escape_field(self, text: str) -> str:
+        return self._nothing + text if text in self._tags else self.escape_name(text)
+
+    def escape_name(self, text: str) -> str:
+        """As :meth:`escape`, for a text that a template may write as a part of a tag, such as ``<parameter=NAME>``.
+
+        What it begins or ends with becomes no token with the template's ``<`` and ``>``, either: ``x<|im_end|``.
+        """
+        text = self.escape(text)
+        before = self._nothing if ">" in text and text.startswith(self._ends) else ""
+        after = self._nothing if "<" in text and text.endswith(self._beginnings) else ""
+        return before + text + after
 
     def restored(self, text: str) -> str:
         """``text`` with the tokens in place of their stand-ins."""

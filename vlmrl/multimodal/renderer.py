@@ -175,7 +175,7 @@ class Renderer:
         """Whether the text depends on the content of such a message."""
 
         def written(content: str) -> str:
-            message = {"role": self._tokens.escape(role), "content": content}
+            message = {"role": self._tokens.escape_name(role), "content": content}
             return self.write([message, BASE[1]] if first else [*BASE, message], None)
 
         try:
@@ -409,8 +409,8 @@ class Renderer:
         images: list[ImageSource] = []
         clean = []
         for message in messages:
-            safe = map_texts({key: value for key, value in message.items() if key != "content"}, self._tokens.escape)
-            clean.append(safe | {"content": self._clean_content(message, images)})
+            content = {"content": self._clean_content(message, images)}
+            clean.append(map_texts(message | {"content": None}, self._tokens.escape_name) | content)
         if images and self.image_token is None:
             raise ValueError(f"messages hold {len(images)} images, but the model reads text only.")
         return clean, images
