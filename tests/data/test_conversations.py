@@ -187,6 +187,24 @@ def test_turns_and_weights_choose_the_responses_and_sampled_ids_are_kept_by_resp
     assert task.data["trained"] == [True, False] and "weight" not in task.prompt[3]
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_response_with_loss_false_has_none_as_in_ms_swift(tmp_path, suffix):
+    """It was trained, without a word where the first row has no such field."""
+    ask, say = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    plain = [ask, say]
+    masked = [ask, say | {"loss": False}, ask, say | {"loss": True}, ask, say | {"loss": 2.5}]
+    path = written(tmp_path, [{"messages": plain}, {"messages": masked[:4]}, {"messages": masked}])
+    if suffix == ".parquet":
+        datasets.Dataset.from_list([{"messages": plain}, {"messages": masked[:4]}]).to_parquet(
+            path := tmp_path / "a.parquet"
+        )
+    rows, _ = load(path)
+    assert [rows[number].data["trained"] for number in range(2)] == [[True], [False, True]]
+    assert rows.parts["main"].warnings == []
+    if suffix == ".jsonl":  # a number may be a loss that was measured
+        assert rows[2].data["trained"] == [False, True, True]
+
+
 def test_the_responses_in_a_prompt_have_no_loss_beside_a_completion(tmp_path):
     """As in TRL: the rows of a preference or a multi-turn dataset would also train what others have said before."""
     ask, say = ({"role": role, "content": role} for role in ("user", "assistant"))

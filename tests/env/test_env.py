@@ -250,6 +250,15 @@ def test_several_rewards_are_added_by_weight_and_each_is_a_metric(given: Any, re
     assert [str(code).partition(":")[2] for code in saved] == ["right", "short"]
 
 
+@pytest.mark.parametrize("given", [(right, short), {right: 2.0, short: 1.0, later: 0.0}])
+def test_each_of_several_rewards_is_a_metric_also_of_a_response_that_was_cut_off(given: Any):
+    """It was one of whole responses alone: the mean of `env/right` was that of the few that ended in time."""
+    whole, cut = (play(resolve_env(None, given), ["no"], max_turns=1, max_response_tokens=limit) for limit in (100, 1))
+    assert (cut.ending, cut.reward) == ("length", 1.0)
+    assert cut.turns[0].metrics == whole.turns[0].metrics
+    assert (cut.turns[0].metrics["right"], cut.turns[0].metrics["short"]) == (0.0, 1.0)
+
+
 def test_a_function_named_reward_is_one_of_several_and_not_their_sum():
     def reward(text: str, task: Task) -> float:
         return 0.25

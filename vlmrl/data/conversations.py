@@ -41,7 +41,7 @@ COLUMNS = {
     "system": ("system", "system_prompt"),
 }
 """The columns that a field is looked for in, without `sft.data.NAME.columns`."""
-FIELDS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id", "function_call", "from", "value"}
+FIELDS = {"role", "content", "name", "weight", "loss", "tool_calls", "tool_call_id", "function_call", "from", "value"}
 """The fields of a message that are read, beside those of :data:`~vlmrl.multimodal.masks.REASONING`."""
 SCHEMA = {"parameters", "input_schema"}
 """What a tool's schema has, and a call has not."""
@@ -244,6 +244,8 @@ def _message(given: dict[str, Any]) -> Message:
     role = given.get("role") or given.get("from")
     message = {key: value for key, value in given.items() if value is not None and key not in ("from", "value", "role")}
     message = {"role": ROLES.get(str(role), role), "content": given.get("value")} | message
+    if isinstance(message.get("loss"), bool):  # ms-swift's; a number may be a loss that was measured
+        message.setdefault("weight", int(message.pop("loss")))
     calls: Any = message.pop("tool_calls", None) or (
         [message.pop("function_call")] if message.get("function_call") else []
     )

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter, mul
+from operator import mul
 from typing import Any
 
 from vlmrl.config import Config, Part
@@ -129,12 +129,18 @@ class RewardEnv(Env):
     def __init__(self, task: Task, functions: Mapping[Callable[[str, Task], Any], float]) -> None:
         super().__init__(task)
         self.functions = functions
+        self.info_of_cut: dict[str, Any] = {}
+        """The ``info`` of a response that was cut off, which ``step`` does not get."""
 
     def step(self, response_text: str) -> Any:
         return self._scored(response_text, lambda info: (obs(), True, info))
 
     def finish(self, ending: str) -> Any:
-        return self._scored(self.last_response, itemgetter("reward")) if ending in TRUNCATED else None
+        return self._scored(self.last_response, self._reward_of_cut) if ending in TRUNCATED else None
+
+    def _reward_of_cut(self, info: dict[str, Any]) -> Any:
+        self.info_of_cut = info
+        return info["reward"]
 
     def _scored(self, text: str, result: Callable[[dict[str, Any]], Any]) -> Any:
         """The ``result`` of the scores of a text, or a coroutine of it."""

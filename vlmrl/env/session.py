@@ -81,6 +81,8 @@ class EnvSession:
         self._start_digest: str | None = None
         self.seconds = self.cpu_seconds = 0.0
         self.counts: Counter[str] = Counter()
+        self.metrics_of_cut: dict[str, float] = {}
+        """What each of several reward functions gave a response that was cut off; set by :meth:`finish`."""
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -147,7 +149,10 @@ class EnvSession:
             reward = await self._call(self._env.finish, ending)
             with _naming(self._env.finish):
                 scored = self._scores_itself and ending in TRUNCATED
-                return self._reward("finish", reward) if reward is not None or scored else None
+                number = self._reward("finish", reward) if reward is not None or scored else None
+                if isinstance(self._env, RewardEnv):
+                    self.metrics_of_cut = self._metrics(self._env.info_of_cut)
+            return number
 
         return await self._with_retries(attempt)
 
@@ -267,11 +272,7 @@ class EnvSession:
             messages=self._messages("format_observation", shown),
             done=done,
             reward=self._reward("info['reward']", reward) if reward is not None or self._scores_itself else None,
-            metrics={
-                key: _number(f"env {self._spec.name}: info[{key!r}] must be a finite number, but it is", value)
-                for key, value in info.items()
-                if isinstance(value, numbers.Real)
-            },
+            metrics=self._metrics(info),
             points=points,
             state=None if state is None else str(state),
             compact=compact,
@@ -282,6 +283,14 @@ class EnvSession:
             return read_messages(name, value)
         except ValueError as error:
             raise EnvContractError(f"env {self._spec.name}: {error}") from error
+
+    def _metrics(self, info: dict[str, Any]) -> dict[str, float]:
+        """The numbers in ``info``, without the reward."""
+        return {
+            key: _number(f"env {self._spec.name}: info[{key!r}] must be a finite number, but it is", value)
+            for key, value in info.items()
+            if isinstance(value, numbers.Real) and key != "reward"
+        }
 
     @property
     def _scores_itself(self) -> bool:

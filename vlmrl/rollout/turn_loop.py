@@ -319,6 +319,7 @@ class TurnLoop:
         last = next(turn for turn in reversed(trajectory.turns) if not turn.asked)
         number = sum(not turn.asked for turn in trajectory.turns) - 1
         trajectory.final_reward = await session.finish(trajectory.ending, last.text, number)
+        last.metrics |= session.metrics_of_cut
         if trajectory.reward is None and trajectory.ending in TRUNCATED:
             trajectory.final_reward = self.config.truncated_reward
         if trajectory.reward is None:
