@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -249,16 +250,44 @@ def test_an_error_of_the_engine_is_not_tried_again():
 
 def test_a_trajectory_has_so_many_requests_in_flight():
     gate = Gate()
-    with serving(agent_episode(gate), agent_episode(["b"]), max_in_flight=1) as served:
-        thread = threading.Thread(target=served.post)
-        thread.start()
-        served.run_loop.wait(gate.reached("began"), PATIENCE)
-        refused = served.post()
-        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-        assert served.post(client=served.clients[1]).status_code == 200
-        served.run_loop.wait(gate.open(), PATIENCE)
-        thread.join()
-        assert served.post().status_code == 200
+    with serving(agent_episode(gate), agent_episode(["b"]), max_in_flight=1, max_waiting=2) as served:
+        (mine, _) = served.server._app.opened.values()
+        with ThreadPoolExecutor(3) as pool:
+            posted = [pool.submit(served.post) for _ in range(3)]
+            wait_until(lambda: len(mine.tasks) == 3 or served.server.counts)
+            refused = served.post()
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            served.run_loop.wait(gate.reached("began"), PATIENCE)
+            assert gate.began == 1
+            assert served.post(client=served.clients[1]).status_code == 200
+            served.run_loop.wait(gate.open(), PATIENCE)
+            assert [each.result().status_code for each in posted] == [200] * 3
+        assert served.server.counts == {"answered": 4, "in_flight": 1} and not mine.tasks
+
+
+def test_requests_that_wait_for_others_end_with_the_trajectory():
+    gate = Gate()
+    with serving(agent_episode(gate), max_in_flight=1) as served:
+        (mine,) = served.server._app.opened.values()
+        with ThreadPoolExecutor(3) as pool:
+            posted = [pool.submit(served.post) for _ in range(3)]
+            wait_until(lambda: len(mine.tasks) == 3 or served.server.counts)
+            served.server.close_episode(served.client)
+            assert [each.result().status_code for each in posted] == [410] * 3
+        assert gate.began <= 1
+
+
+def test_an_agent_may_send_more_requests_at_once_than_are_in_flight():
+    """Its client repeats a refused request twice, within seconds, which are less than responses take."""
+    gate = Gate()
+    with serving(agent_episode(gate, max_turns=100)) as served:
+        (mine,) = served.server._app.opened.values()
+        with ThreadPoolExecutor(70) as pool, served.client.openai(max_retries=0) as client:
+            sent = [pool.submit(client.chat.completions.create, **HELLO) for _ in range(70)]
+            wait_until(lambda: len(mine.tasks) == 70 or served.server.counts)
+            served.run_loop.wait(gate.open(), PATIENCE)
+            assert {each.result().choices[0].message.content for each in sent} == {gate.text}
+        assert served.server.counts == {"answered": 70}
 
 
 def test_the_server_leaves_no_thread_and_no_port():

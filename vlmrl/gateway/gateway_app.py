@@ -51,6 +51,7 @@ ROOM_POLL_SECONDS = 0.1
 LONG_BODY = 100_000  # bytes; parsing them takes about a millisecond
 PARSE_SECONDS = 60.0  # in which a thread must parse a body
 MAX_IN_FLIGHT = 64  # requests of one trajectory
+MAX_WAITING = 1024  # further ones of it, which wait for those
 MAX_BODY = 64 * 2**20  # bytes of one request, images included
 MAX_HELD = 2**30  # bytes of all bodies, and of what was parsed of them, until they are rendered
 KEPT_IDS = 100_000  # of closed trajectories, whose requests are answered with 410 in place of 404
@@ -69,6 +70,7 @@ class OpenEpisode:
     loop: asyncio.AbstractEventLoop
     key: bytes = field(repr=False)
     images: RequestImages
+    places: asyncio.Semaphore  # for its requests in flight
     held: int = 0  # bytes that count for its requests
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     closed: bool = False
@@ -119,6 +121,7 @@ class GatewayApp:
         write_seconds: float = WRITE_SECONDS,
         room_seconds: float = ROOM_SECONDS,
         max_in_flight: int = MAX_IN_FLIGHT,
+        max_waiting: int = MAX_WAITING,
         max_held: int = MAX_HELD,
     ) -> None:
         self.opened: dict[str, OpenEpisode] = {}
@@ -132,9 +135,15 @@ class GatewayApp:
         self._write_seconds = write_seconds
         self._room_seconds = room_seconds
         self._max_in_flight = max_in_flight
+        self._max_waiting = max_waiting
         self._max_body = max_body
         self._max_held = max(max_held, max_body)
         self._held = 0
+
+    def open_episode(self, name: str, key: str, episode: AgentEpisode, images: RequestImages) -> None:
+        """Answer the requests of an episode that lives on the running event loop."""
+        places = asyncio.Semaphore(self._max_in_flight)
+        self.opened[name] = OpenEpisode(episode, asyncio.get_running_loop(), key.encode(), images, places)
 
     def close_episode(self, name: str) -> None:
         """End the episode's requests. To be called in the server's loop."""
@@ -185,10 +194,10 @@ class GatewayApp:
         is_model = route.startswith("GET /models/")
         if route not in self._handlers and not is_model:
             raise ChatError(404, "no_route", f"{request.method} {path} does not exist; there are {ROUTES}.")
-        if len(opened.tasks) >= self._max_in_flight:
-            raise ChatError(
-                429, "in_flight", f"the trajectory has {self._max_in_flight} requests in flight: wait for one."
-            )
+        if len(opened.tasks) >= self._max_in_flight + self._max_waiting:
+            limits = f"{self._max_in_flight} requests in flight, and {self._max_waiting} that wait for them"
+            message = f"the trajectory has {limits}: wait for one."
+            raise ChatError(429, "in_flight", message)
         return opened, "GET /models" if is_model else route
 
     async def _serve(self, exchange: Exchange, opened: OpenEpisode, route: str) -> None:
@@ -197,7 +206,9 @@ class GatewayApp:
         assert task is not None
         opened.tasks.add(task)
         try:
-            await self._handlers[route](self, exchange, opened)
+            # Clients repeat a refused request twice, within seconds, which are less than responses take.
+            async with opened.places:
+                await self._handlers[route](self, exchange, opened)
         except (ChatError, ClientLeftError):
             raise
         except asyncio.CancelledError:

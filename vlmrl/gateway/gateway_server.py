@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import socket
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from vlmrl.config.gateway import Gateway
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.episode import AgentEpisode
-from vlmrl.gateway.gateway_app import GatewayApp, OpenEpisode
+from vlmrl.gateway.gateway_app import GatewayApp
 from vlmrl.gateway.request_images import RequestImages
 from vlmrl.utils.http_server import KEEP_ALIVE_SECONDS, ServerThread, open_port, url_of
 
@@ -54,8 +53,7 @@ class GatewayServer:
             self._port = listener.getsockname()[1]
             self._server = ServerThread(self._app.app, listener, "gateway", self._keep_alive)
         name, key = secrets.token_hex(8), f"sk-{secrets.token_hex(KEY_BYTES)}"
-        images = RequestImages(episode.store, self.settings)
-        self._app.opened[name] = OpenEpisode(episode, asyncio.get_running_loop(), key.encode(), images)
+        self._app.open_episode(name, key, episode, RequestImages(episode.store, self.settings))
         return AgentClient(f"{self._url()}/t/{name}", key)
 
     def close_episode(self, client: AgentClient) -> None:
