@@ -258,8 +258,8 @@ def test_a_trajectory_has_so_many_requests_in_flight():
             refused = served.post()
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
             served.run_loop.wait(gate.reached("began"), PATIENCE)
-            assert gate.began == 1
             assert served.post(client=served.clients[1]).status_code == 200
+            assert gate.began == 1
             served.run_loop.wait(gate.open(), PATIENCE)
             assert [each.result().status_code for each in posted] == [200] * 3
         assert served.server.counts == {"answered": 4, "in_flight": 1} and not mine.tasks
@@ -272,6 +272,11 @@ def test_requests_that_wait_for_others_end_with_the_trajectory():
         with ThreadPoolExecutor(3) as pool:
             posted = [pool.submit(served.post) for _ in range(3)]
             wait_until(lambda: len(mine.tasks) == 3 or served.server.counts)
+            body = json.dumps(HELLO).encode()
+            with served.connect() as left:
+                left.sendall(served.head(len(body)) + body)
+                wait_until(lambda: len(mine.tasks) == 4 or served.server.counts)
+            wait_until(lambda: served.server.counts == {"client_left": 1})
             served.server.close_episode(served.client)
             assert [each.result().status_code for each in posted] == [410] * 3
         assert gate.began <= 1
@@ -285,6 +290,7 @@ def test_an_agent_may_send_more_requests_at_once_than_are_in_flight():
         with ThreadPoolExecutor(70) as pool, served.client.openai(max_retries=0) as client:
             sent = [pool.submit(client.chat.completions.create, **HELLO) for _ in range(70)]
             wait_until(lambda: len(mine.tasks) == 70 or served.server.counts)
+            assert served.post("/reward", {"reward": 0.5}).status_code == 200
             served.run_loop.wait(gate.open(), PATIENCE)
             assert {each.result().choices[0].message.content for each in sent} == {gate.text}
         assert served.server.counts == {"answered": 70}

@@ -244,7 +244,7 @@ def _message(given: dict[str, Any]) -> Message:
     role = given.get("role") or given.get("from")
     message = {key: value for key, value in given.items() if value is not None and key not in ("from", "value", "role")}
     message = {"role": ROLES.get(str(role), role), "content": given.get("value")} | message
-    if isinstance(message.get("loss"), bool):  # ms-swift's; a number may be a loss that was measured
+    if message.get("loss") in (0, 1):  # ms-swift's; another number may be a loss that was measured
         message.setdefault("weight", int(message.pop("loss")))
     calls: Any = message.pop("tool_calls", None) or (
         [message.pop("function_call")] if message.get("function_call") else []

@@ -11,8 +11,8 @@
 An error has the form of the API that was called. All of it runs in the server's own event loop: the run's loop only samples. Long
 bodies are parsed in the process's threads for CPU work.
 
-A stream begins when its response is sampled, or after HEARTBEAT_SECONDS; then it has a heartbeat every HEARTBEAT_SECONDS
-until the response is sampled.
+A stream begins when its response is sampled, or HEARTBEAT_SECONDS after its request was read; then it has a heartbeat every
+HEARTBEAT_SECONDS until the response is sampled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import threading
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -51,7 +51,7 @@ ROOM_POLL_SECONDS = 0.1
 LONG_BODY = 100_000  # bytes; parsing them takes about a millisecond
 PARSE_SECONDS = 60.0  # in which a thread must parse a body
 MAX_IN_FLIGHT = 64  # requests of one trajectory
-MAX_WAITING = 1024  # further ones of it, which wait for those
+MAX_WAITING = 192  # further ones of it, each with an open connection, which wait for those
 MAX_BODY = 64 * 2**20  # bytes of one request, images included
 MAX_HELD = 2**30  # bytes of all bodies, and of what was parsed of them, until they are rendered
 KEPT_IDS = 100_000  # of closed trajectories, whose requests are answered with 410 in place of 404
@@ -59,6 +59,8 @@ ROUTES = (
     "POST /v1/chat/completions, POST /v1/responses, POST /v1/messages, POST /v1/messages/count_tokens, GET /v1/models "
     "and POST /reward"
 )
+IN_FLIGHT = {"POST /chat/completions", "POST /responses", "POST /messages", "POST /messages/count_tokens"}
+"""The routes whose requests wait for others: they are rendered, and most are sampled."""
 log = printable_log(__name__)
 
 
@@ -207,7 +209,7 @@ class GatewayApp:
         opened.tasks.add(task)
         try:
             # Clients repeat a refused request twice, within seconds, which are less than responses take.
-            async with opened.places:
+            async with opened.places if route in IN_FLIGHT else nullcontext():
                 await self._handlers[route](self, exchange, opened)
         except (ChatError, ClientLeftError):
             raise

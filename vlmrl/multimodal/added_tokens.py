@@ -66,8 +66,8 @@ class AddedTokens:
         What it begins or ends with becomes no token with the template's ``<`` and ``>``, either: ``x<|im_end|``.
         """
         text = self.escape(text)
-        before = self._nothing if ">" in text and text.startswith(self._ends) else ""
-        after = self._nothing if "<" in text and text.endswith(self._beginnings) else ""
+        before = self._nothing if text.startswith(self._ends) else ""
+        after = self._nothing if text.endswith(self._beginnings) else ""
         return before + text + after
 
     def restored(self, text: str) -> str:

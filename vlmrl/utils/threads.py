@@ -303,11 +303,12 @@ def keeping_exit_status() -> Iterator[None]:
         status = 130
         raise
     finally:
-        # Both are called before Python waits for the threads of pools, of which one may hang, and the last one first.
-        if _lasting():
-            threading._register_atexit(_limit_lasting, status)  # type: ignore[attr-defined]
+        # Python calls these in reverse order, before it waits for the threads of pools, of which one may hang.
+        lasting = _lasting()
+        if lasting:
+            threading._register_atexit(_limit_lasting, lasting, status)  # type: ignore[attr-defined]
         if _BUSY:
-            threading._register_atexit(_end_without_finalization, status)  # type: ignore[attr-defined]
+            threading._register_atexit(_end_without_finalization, lasting, status)  # type: ignore[attr-defined]
 
 
 def _lasting() -> list[Any]:
@@ -317,29 +318,32 @@ def _lasting() -> list[Any]:
     return processes + [each for each in others if not each.daemon or each in _threads_queues]
 
 
-def _limit_lasting(status: int) -> None:
-    """Called when the program ends, before Python waits: a call that an env has given up may go on in a thread of the env's own."""
+def _limit_lasting(lasting: list[Any], status: int) -> None:
+    """Called when the program ends, before Python waits for processes and threads, such as one whose result an env has given up."""
     if not _LIMITED.is_set():
         _LIMITED.set()
-        threading.Thread(target=_end_lasting, args=(status,), daemon=True).start()
+        threading.Thread(target=_end_lasting, args=(lasting, status), daemon=True).start()
 
 
-def _end_lasting(status: int) -> None:
+def _end_lasting(lasting: list[Any], status: int) -> None:
     time.sleep(END_SECONDS)
-    if names := ", ".join(each.name for each in _lasting()):
+    if names := ", ".join(each.name for each in lasting if each.is_alive()):
         with contextlib.suppress(Exception):
             limit = f"it ends in {PROCESS_SECONDS:g} s"
             print(f"vlmrl: the program waits for what it has started ({names}); {limit}", file=sys.stderr)
     time.sleep(PROCESS_SECONDS)
-    for each in _lasting():
-        if not isinstance(each, threading.Thread):
-            each.kill()
+    for process in _processes_of(lasting):
+        process.kill()
     time.sleep(END_SECONDS)
-    if _lasting():
+    if any(each.is_alive() for each in lasting):
         _end_now(status)
 
 
-def _end_without_finalization(status: int) -> None:
+def _processes_of(lasting: list[Any]) -> list[Any]:
+    return [each for each in lasting if not isinstance(each, threading.Thread)]
+
+
+def _end_without_finalization(lasting: list[Any], status: int) -> None:
     """Called before the functions that are registered with atexit: it calls them, if it does not return."""
     if _is_idle_within(GRACE_SECONDS):
         return
@@ -351,7 +355,7 @@ def _end_without_finalization(status: int) -> None:
     if left := ", ".join(thread.name for thread in others if thread.is_alive()):
         with contextlib.suppress(Exception):
             print(f"vlmrl: the process ends while threads still work: {left}", file=sys.stderr)
-    _limit_lasting(status)  # the registered functions wait for processes
+    _limit_lasting(_processes_of(lasting), status)  # the registered functions wait for them
     _end_now(status)
 
 

@@ -144,7 +144,7 @@ class KeptRows:
             self._rows.clear()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BatchState:
     """The rows in progress and their KV cache."""
 
