@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import sys
@@ -114,14 +113,14 @@ def test_an_interrupt_keeps_what_was_trained(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_would_end_the_script_saves_what_was_trained(tmp_path, monkeypatch, number):
-    """As from Slurm: it ended a script at once, with neither a checkpoint nor a model."""
+    """As from Slurm: it ended a script at once, with neither a checkpoint nor a model. Any thread may receive it."""
     monkeypatch.setattr(library, "GRACE_SECONDS", 600.0)  # this process would end
     rows = []
 
     def stop(row):
         rows.append(row)
         if row["step"] == 2:
-            os.kill(os.getpid(), number)
+            signal.pthread_kill(threading.get_ident(), number)
 
     earlier = signal.signal(number, signal.SIG_DFL)
     try:

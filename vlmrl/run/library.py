@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from vlmrl.run.stopping import GRACE_SECONDS, StopRequest, stop_on_signals
 from vlmrl.utils.terminal import signals_handled, stop_signals
 from vlmrl.utils.threads import DaemonPool
 
+SIGNAL_SECONDS = 0.5  # the kernel may give a signal to another thread, which does not end this one's wait
 Callback = Callable[[Mapping[str, Any]], object]
 """Gets a row of ``metrics.jsonl``. Returning ``True`` ends the training after this step, as after the last one."""
 
@@ -85,10 +87,9 @@ def train_config(
     training = thread.submit(lambda: run_training(resolved, resume=resume, stop=stop, on_row=on_row))
     try:
         with _raised_interrupts(), stop_on_signals(stop, GRACE_SECONDS, _ending_signals()):
-            while True:
+            while not training.done():
                 try:
-                    run = training.result()
-                    break
+                    wait([training], SIGNAL_SECONDS)
                 except KeyboardInterrupt:
                     if stop.number is not None:
                         raise
@@ -100,6 +101,7 @@ def train_config(
                         )
     finally:
         thread.close()
+    run = training.result()
     if stop.number not in (None, signal.SIGINT):
         raise SystemExit(128 + stop.number)
     model = None if run is None or run.model.is_on_meta else run.model
