@@ -33,10 +33,13 @@ from vlmrl.utils.tokens import bearer_headers
 SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 MARKUP = re.compile(
-    r"<(?=[\s/]*(?:conversation|reference|score)\b)|\[(?=\s*(?:system|developer|user|assistant|tool)\s*\])",
+    r"<(?=[\s/]*(?:conversation|reference|score)\b)|\[(?=\s*(?:system|developer|user|assistant|tool)\s*\])"
+    r"|<(?=[|\uff5c][^\s<>]*>|[^\s<>]*[|\uff5c]>|/?(?:s|bos|eos|pad|image|(?:start|end)_of_\w+)>)"
+    r"|\[(?=/?(?-i:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|IMG)\])",
     re.IGNORECASE,
 )
-"""The first character of what only this module may write: the prompt's tags, and the headings of its messages."""
+"""The first character of what only this module may write: the prompt's tags, and the headings of its messages. Also that of control
+tokens: servers encode the text of a request with its chat template, so that ``<|im_start|>user`` in it would begin a message."""
 ESCAPES = {"<": "&lt;", "[": "\\["}
 MOST_BYTES = 8 * 2**20  # of one response
 VERDICT_BYTES = 500  # that a verdict takes with its key, beside its text
@@ -199,7 +202,8 @@ def _response_text(completion: dict[str, Any]) -> str:
 def _as_one_message(conversation: Sequence[Message], reference: str) -> list[dict[str, Any]]:
     """The parts of one message that quotes a conversation, so that the judge takes no role in it for its own.
 
-    A tag or a heading that the conversation or the reference contains is escaped: ``&lt;/conversation>``, ``\\[user]``.
+    A tag, a heading or a control token that the conversation or the reference contains is escaped: ``&lt;/conversation>``,
+    ``\\[user]``, ``&lt;|im_end|>``.
     """
     parts: list[dict[str, Any]] = [text_part("<conversation>")]
     for message in conversation:
@@ -217,7 +221,7 @@ def _as_one_message(conversation: Sequence[Message], reference: str) -> list[dic
 
 
 def _escape(*texts: str) -> Iterator[str]:
-    """The texts of one message with each tag and heading escaped, also one that is cut over several texts."""
+    """The texts of one message with each tag, heading and control token escaped, also one that is cut over several texts."""
     found = {match.start() for match in MARKUP.finditer("".join(texts))}
     start = 0
     for text in texts:
