@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,6 +79,33 @@ def test_rows_go_on_in_the_file_that_has_the_name(tmp_path):
         log.log(5, {})
         assert not metrics.exists()
     assert [row["step"] for row in read_rows(tmp_path / "moved/metrics.jsonl")] == [3, 4, 5]
+
+
+def test_rows_go_on_in_a_folder_that_was_moved_to_another_disk_with_a_link_in_its_place(tmp_path):
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    with RunLog(folder) as log:
+        log.log(1, {})
+        shutil.copytree(folder, disk)  # as `mv` does between two disks
+        shutil.rmtree(folder)
+        folder.symlink_to(disk)
+        log.log(2, {})
+        log.append("advisories.jsonl", [{"step": 2}])
+        assert log.sizes()["metrics.jsonl"] == (disk / "metrics.jsonl").stat().st_size
+        assert [row["step"] for row in log.rows()] == [1, 2]
+        folder.unlink()
+        shutil.rmtree(disk)
+        log.log(3, {})
+        assert [row["step"] for row in log.rows()] == [3]
+
+
+def test_a_file_that_is_first_written_after_its_folder_was_moved_is_in_a_new_folder(tmp_path):
+    with RunLog(tmp_path / "run") as log:
+        log.log(1, {})
+        (tmp_path / "run").rename(tmp_path / "moved")
+        log.append("advisories.jsonl", [{"step": 1}])
+        log.log(2, {})
+    assert [row["step"] for row in read_rows(tmp_path / "run/advisories.jsonl")] == [1]
+    assert [row["step"] for row in read_rows(tmp_path / "moved/metrics.jsonl")] == [1, 2]
 
 
 def test_a_folder_that_holds_a_run_is_an_error_unless_resumed_or_emptied(tmp_path):

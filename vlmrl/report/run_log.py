@@ -127,10 +127,14 @@ class RunLog:
                 raise
 
     def _file(self, name: str) -> FileIO:
-        """The file that has this name now: an editor puts another one in its place. If the folder was moved, the open file."""
+        """The file that has this name now: an editor puts another one in its place. If the folder was renamed, the open file, unless
+        it was deleted: between two disks a folder is copied and deleted, and often a link put in its place."""
         path, earlier = self.folder / name, self._open.get(name)
-        if earlier is not None and (_is(path, earlier.fileno()) or not _is(self.folder, self._folder_stat)):
-            return earlier
+        if earlier is not None:
+            is_renamed = not _is(self.folder, self._folder_stat) and _has_name(earlier)
+            if is_renamed or _is(path, earlier.fileno()):
+                return earlier
+        path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b", buffering=0)
         if earlier is not None:
             earlier.close()
@@ -168,6 +172,13 @@ def _is(path: Path, found: os.stat_result | int) -> bool:
     """Whether ``path`` is the file or folder that ``found`` describes or, a handle, has open."""
     with suppress(OSError):
         return os.path.samestat(path.stat(), os.fstat(found) if isinstance(found, int) else found)
+    return False
+
+
+def _has_name(file: FileIO) -> bool:
+    """Whether an open file was not deleted."""
+    with suppress(OSError):  # as NFS raises for one that another machine has deleted
+        return os.fstat(file.fileno()).st_nlink > 0
     return False
 
 
