@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import json
 from typing import ClassVar
 
 import pytest
@@ -10,15 +11,21 @@ from aiohttp import web
 from PIL import Image
 from testing.clocks import pass_time
 from testing.episodes import a_task, image, new_store, renderer
+from testing.episodes import play as play_policy
 from testing.fake_api import GARBAGE, call, fake_api, says
 from testing.servers import answering
 
 from vlmrl import Env, ToolEnv, obs
-from vlmrl.config import Rollout
+from vlmrl.config import SFT, Config, Conversations, Rollout
+from vlmrl.data.conversations import load_conversations
 from vlmrl.engine import chat_engine
 from vlmrl.engine.chat_engine import LONGEST_WAIT, ApiModel, ChatEngine, retry_after
 from vlmrl.env.base import RetryTurn, resolve_env
+from vlmrl.multimodal.masks import RowError
 from vlmrl.rollout.chat_loop import ChatLoop
+from vlmrl.run.episode_rows import episode_row
+from vlmrl.samples.conversation import samples_of_conversation
+from vlmrl.samples.emit import concat
 from vlmrl.utils import http
 from vlmrl.utils.http import http_loop
 
@@ -124,6 +131,85 @@ def test_an_answer_in_another_form_still_answers_each_call():
         {"role": "tool", "tool_call_id": "x", "content": ""},
         {"role": "user", "content": "seen"},
     ]
+    assert trajectory.turns[1].messages == [{"role": "user", "content": "seen"}]  # what the policy would see
+
+
+class Hints(Env):
+    """Answers each response, also one with calls, as a user. Done after the second response."""
+
+    tools: ClassVar = Crop.schemas
+    unfinished_reward = 0.0
+
+    def step(self, response_text):
+        return obs("a hint"), self.turn == 1, {"reward": 0.5}
+
+
+def fine_tuned(tmp_path, trajectory):
+    """The row that `vlmrl sft` makes of a collected episode."""
+    trajectory.id = "collect/00000/00"
+    (tmp_path / "episodes.jsonl").write_text(json.dumps(episode_row(trajectory, "m")) + "\n")
+    tasks, _ = load_conversations(Config(sft=SFT(data={"x": Conversations(path=str(tmp_path))})))
+    limits = {"max_tokens": 1000, "seconds": 600.0}
+    (sample,) = asyncio.run(samples_of_conversation(tasks.draw(0), renderer(), new_store(), **limits))
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("env", "calls"),
+    [
+        (Hints, [call("crop", '{"left": 1}', "a")]),
+        (Hints, [call("crop", '{"left": 1}', "a"), call("crop", '{"left": 2}', "b")]),
+        (Crop, [call("crop", '{"left": -1}', "a"), call("crop", '{"left": -2}', "b")]),
+    ],
+)
+def test_fine_tuning_shows_an_apis_episode_as_the_policy_would_have_seen_it(tmp_path, env, calls):
+    """Where an env answered calls as a user, as that of geo3k, the rows had an empty result of each, which no other prompt has."""
+
+    def respond(body):
+        return {"content": "red"} if len(body["messages"]) > 1 else {"content": "looking", "tool_calls": calls}
+
+    with fake_api(respond) as (_, url):
+        trajectory, _ = play(env, url, a_task("Look."))
+    row = fine_tuned(tmp_path, trajectory)
+    (own,) = concat(play_policy(env, [turn.text for turn in trajectory.turns], a_task("Look.")))
+    assert renderer().decode(row.token_ids) == renderer().decode(own.token_ids)
+    assert row.loss_mask == own.loss_mask
+
+
+def test_results_of_calls_in_a_text_beside_others_go_out_as_a_users_and_stay_results(tmp_path):
+    written = '<tool_call>\n{"name": "crop", "arguments": {"left": -1}}\n</tool_call>'
+
+    def respond(body):
+        first = {"content": written, "tool_calls": [call("crop", '{"left": -2}', "a")]}
+        return {"content": "red"} if len(body["messages"]) > 1 else first
+
+    with fake_api(respond) as (api, url):
+        trajectory, _ = play(Crop, url)
+    assert [each["role"] for each in api.requests[1]["messages"][2:]] == ["tool", "user"]
+    assert [each["role"] for each in trajectory.turns[1].messages] == ["tool", "tool"]
+
+
+def test_fine_tuning_does_not_train_the_end_of_an_apis_response_that_was_cut(tmp_path):
+    """It taught the model to end a response where the API had run out of tokens."""
+
+    def respond(body):
+        is_first = len(body["messages"]) == 1
+        return {"content": "whole"} if is_first else {"content": "the first step is", "finish_reason": "length"}
+
+    with fake_api(respond) as (_, url):
+        trajectory, _ = play(Hints, url)
+    row = fine_tuned(tmp_path, trajectory)
+    trained = [token for token, mask in zip(row.response_ids, row.loss_mask, strict=True) if mask]
+    assert renderer().decode(trained) == "whole<|im_end|>the first step is"
+    assert renderer().decode(row.response_ids).rstrip("\n").endswith("the first step is<|im_end|>")
+
+
+def test_an_apis_only_response_that_was_cut_before_its_text_is_no_row_to_learn_from(tmp_path):
+    with fake_api(lambda body: {"content": "", "finish_reason": "length"}) as (_, url):
+        trajectory, _ = play(Hints, url)
+    with pytest.raises(RowError) as error:
+        fine_tuned(tmp_path, trajectory)
+    assert error.value.reason == "untrained"
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,9 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, list[str]], turns:
             raise RowError(
                 "unreadable", f"message {place}: its weight must be 0 or 1, but it is {weights[place]!r:.50}."
             )
+    is_cut = row.get("cut") is True
+    if is_cut and not any(messages[responses[-1]].get(key) for key in ("content", "tool_calls")):
+        weights[responses[-1]] = 0
     first = responses[-1] if turns == "last" else first
     trained = [weights[place] != 0 and place >= first for place in responses]
     if not any(trained):
@@ -199,7 +202,7 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, list[str]], turns:
         found = f"the row has calls, but no tools: those of its column {other!r} are not read"
         raise RowError("unreadable", f"{found}. Set sft.data.NAME.columns tools {other}.")
     images = [part["image"] for message in prompt for part in image_parts(message)]
-    data = {"tools": without_nulls(tools), "trained": trained, "sampled": sampled}
+    data = {"tools": without_nulls(tools), "trained": trained, "sampled": sampled, "is_cut": is_cut}
     return Task(task.id, prompt, images, data=data, source=task.source, seed=task.seed, part=task.part)
 
 

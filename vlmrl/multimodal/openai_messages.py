@@ -50,21 +50,31 @@ def request_messages(messages: Sequence[Message], address: Callable[[ImageSource
     return openai_messages(shown, address)
 
 
-def answer_calls(response: Message, answer: Sequence[Message]) -> list[Message]:
-    """An env's ``answer`` to an API's ``response``, with the ids of the calls that the API wants answered, in their order.
+def with_call_ids(response: Message, answer: Sequence[Message]) -> list[Message]:
+    """An env's ``answer`` to an API's ``response``, its results with the ids of the response's calls, in their order.
 
-    Each call has one message of the role ``tool``, an empty one if the env answered it in another form; results of calls that are
-    written in the response's text become user messages.
+    Without ids if there are more results than calls: some are of calls that are written in the response's text.
+    """
+    ids = [call["id"] for call in response.get("tool_calls", ())]
+    results = [message for message in answer if message.get("role") == "tool"]
+    if len(results) > len(ids):
+        return list(answer)
+    following = iter(ids)
+    return [
+        {**message, "tool_call_id": next(following)} if message.get("role") == "tool" else message for message in answer
+    ]
+
+
+def answer_calls(response: Message, answer: Sequence[Message]) -> list[Message]:
+    """What an API gets as the ``answer`` of :func:`with_call_ids`: each call has one message of the role ``tool``.
+
+    It is empty if the env answered the call in another form. Results without ids become user messages.
     """
     ids = [call["id"] for call in response.get("tool_calls", ())]
     results = [message for message in answer if message.get("role") == "tool"]
     if len(results) > len(ids):
         return answer_calls(response, tools_as_user(answer))
-    waiting = iter(ids)
-    paired = [
-        {**message, "tool_call_id": next(waiting)} if message.get("role") == "tool" else message for message in answer
-    ]
-    return [*({"role": "tool", "tool_call_id": left, "content": ""} for left in waiting), *paired]
+    return [*({"role": "tool", "tool_call_id": left, "content": ""} for left in ids[len(results) :]), *answer]
 
 
 def response_text(message: Message) -> str:

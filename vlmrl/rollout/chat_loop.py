@@ -18,7 +18,7 @@ from vlmrl.env.base import EnvSpec
 from vlmrl.env.session import EnvContractError, EnvSession, TaskError
 from vlmrl.multimodal.images import data_uri
 from vlmrl.multimodal.messages import images_of
-from vlmrl.multimodal.openai_messages import answer_calls, request_messages, response_text
+from vlmrl.multimodal.openai_messages import answer_calls, request_messages, response_text, with_call_ids
 from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.history import Append, Continuation, HistoryPolicy, asks, response_message
@@ -53,8 +53,9 @@ class ChatHistory(Append):
         return Rendered([], images_of(messages))
 
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
-        self._messages.append(response_message(turn))
-        return Continuation(self.prompt(messages))
+        response = response_message(turn)
+        self._messages.append(response)
+        return Continuation(self.prompt(answer_calls(response, messages)))
 
     def is_long(self, messages: Sequence[Message]) -> bool:
         """Whether images are to be encoded."""
@@ -144,7 +145,7 @@ class ChatLoop(TurnLoop):
         turn.message = response.message
         counts = {"api_prompt_tokens": response.prompt_tokens, "api_response_tokens": response.response_tokens}
         turn.metrics |= {name: float(count) for name, count in counts.items() if count is not None}
-        return turn, None if answer is None else answer_calls(response.message, answer)
+        return turn, None if answer is None else with_call_ids(response.message, answer)
 
     def _text(self, sampled: Sampled, episode: Episode) -> str:
         assert isinstance(episode.sampler, ChatSampler)

@@ -6,7 +6,7 @@ A row is a conversation with what it earned. `datasets.load_dataset("json", data
      {"type": "text", "text": "Which?"}]}, {"role": "assistant", "content": "A"}], "tools": null, "reward": 1.0, "metrics": {},
      "ending": "env_done", "model": "runs/zoom", "responses": [{"message": 1, "token_ids": [32, 7], "logprobs": [-0.1, -0.0]}]}
 
-``responses`` are those that were sampled with token ids: not by an API.
+``responses`` are those that were sampled with token ids: not by an API. ``"cut": true`` if a length limit cut the last response.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def episode_row(trajectory: Trajectory, model: str) -> dict[str, Any]:
         "ending": trajectory.ending,
         "model": model,
     }
+    row |= {"cut": True} if trajectory.turns[-1].stop_reason == "length" else {}
     return row | ({"responses": responses} if responses else {})
 
 

@@ -52,12 +52,15 @@ async def samples_of_conversation(
 def render_conversation(task: Task, renderer: Renderer, max_tokens: float = math.inf) -> list[MaskedRow]:
     """The rows of a conversation with their masks; responses that our policy sampled have the sampled ids.
 
+    The end of a last response that a length limit cut has no loss, since nothing sampled it.
+
     Raises RowError, also for one that is longer than ``max_tokens``.
     """
     rows = masked_rows(renderer, task.prompt, task.data["tools"], task.data["trained"], max_tokens)
+    cut = len(task.data["trained"]) - 1 if task.data.get("is_cut") else None
     for row in rows:
         for number, rendered in list(row.responses.items()):
-            ids = task.data["sampled"].get(number, rendered)
+            ids = task.data["sampled"].get(number, rendered[:-1] if number == cut else rendered)
             end = [] if _writes_the_same(renderer, ids, rendered) else rendered[-1:]  # the policy did not sample it
             if end and not _writes_the_same(renderer, ids, rendered[:-1]):
                 raise RowError(
