@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from typing import Any
+from contextlib import suppress
+from typing import Any, ClassVar
 
 import pytest
 from testing.episodes import a_task
 
-from vlmrl import Env, obs
+from vlmrl import Env, RetryTurn, obs
 from vlmrl.env.base import resolve_env
 from vlmrl.env.session import EnvError, EnvSession
 from vlmrl.utils import user_loop
@@ -93,3 +95,67 @@ async def test_a_loop_is_not_blocked_because_the_callers_own_stood_still(monkeyp
     assert not await checking
     assert loop.current() is first
     loop.close()
+
+
+class Deleted(Env):
+    """Closes when it is deleted, as wrappers of simulators do, and that may block."""
+
+    threads: ClassVar[list[str]]
+    begun: ClassVar[threading.Event]
+    release: ClassVar[threading.Event]
+
+    def __del__(self) -> None:
+        self.threads.append(threading.current_thread().name)
+
+    def step(self, response_text: str) -> Step:
+        if response_text == "raise":
+            raise OSError("the simulator is gone")
+        if response_text == "reject":
+            raise RetryTurn("again")
+        if response_text == "hang":
+            self.begun.set()
+            assert self.release.wait(600)
+        return obs("on"), False, {}
+
+
+class DeletedAsync(Deleted):
+    async def close(self) -> None:  # type: ignore[override]
+        pass
+
+
+async def step(session: EnvSession, response: str) -> None:
+    with suppress(EnvError, RetryTurn):
+        await session.step(response)
+
+
+@pytest.mark.parametrize("env", [Deleted, DeletedAsync])
+@pytest.mark.parametrize("response", ["play", "raise", "reject", "hang", "stop"])
+async def test_an_env_is_deleted_in_no_thread_that_others_need(env: type[Deleted], response: str):
+    env.threads, env.begun, env.release = [], threading.Event(), threading.Event()
+    session = session_of(env)
+    await session.start()
+    if response == "hang":
+        session._timeout = 0.1
+    # What refers to itself is deleted by the collection below, in this thread.
+    gc.disable()
+    try:
+        stepping = asyncio.create_task(step(session, "hang" if response == "stop" else response))
+        # As by a stop of the run.
+        if response == "stop":
+            assert await asyncio.to_thread(env.begun.wait, 600)
+            stepping.cancel()
+        with suppress(asyncio.CancelledError):
+            await stepping
+        del stepping
+        if response == "stop":
+            await session.abandon()
+        await session.close()
+        del session
+        env.release.set()
+        while not env.threads:
+            await asyncio.sleep(0.01)
+            gc.collect()
+    finally:
+        env.release.set()
+        gc.enable()
+    assert env.threads[0].startswith(("vlmrl-env-", "vlmrl-call-"))

@@ -25,7 +25,7 @@ from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
 from vlmrl.multimodal.images import copy_on_write
 from vlmrl.types import TRUNCATED, Message, Task
-from vlmrl.utils.threads import DaemonPool, LoopThread, drop_result, run_awake
+from vlmrl.utils.threads import DaemonExecutor, DaemonPool, LoopThread, drop_result, run_awake
 from vlmrl.utils.user_loop import UserLoop
 from vlmrl.utils.users_line import defined_at, describe_error
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
@@ -164,10 +164,12 @@ class EnvSession:
         except Exception:
             self.counts["close_errors"] += 1
         finally:
+            self._env = None
             if self._thread is not None:
-                self.thread_free = self._thread.submit(int)  # behind a call that may go on
+                # Behind a call that may go on. The env is deleted there: `__del__` may block.
+                self.thread_free = self._thread.submit(self._built.clear)
                 self._thread.close()
-            self._env, self._thread = None, None
+            self._thread = None
 
     async def _with_retries(self, attempt: Callable[[], Any]) -> Any:
         for retries_left in reversed(range(self._max_retries + 1)):
@@ -177,14 +179,14 @@ class EnvSession:
                 raise
             except Exception as error:
                 late = isinstance(error, _DeadlineError)
-                self.counts["timeouts" if late else "errors"] += 1
                 reason = str(error) if late else describe_error(error)
-                where = f"env {self._spec.name}, task {self._task.id}, turn {self._turn}"
-                replayable = self._env is None or self._env.replayable
-                await self.abandon(wait=True)
-                if retries_left == 0 or not replayable:
-                    raise EnvError(f"{where}: {reason}") from error
-                self.counts["retries"] += 1
+            # The error is gone: it referred to the env.
+            self.counts["timeouts" if late else "errors"] += 1
+            replayable = self._env is None or self._env.replayable
+            await self.abandon(wait=True)
+            if retries_left == 0 or not replayable:
+                raise EnvError(f"env {self._spec.name}, task {self._task.id}, turn {self._turn}: {reason}")
+            self.counts["retries"] += 1
         raise AssertionError("unreachable")
 
     async def _open(self) -> list[Message] | None:
@@ -346,6 +348,9 @@ class EnvSession:
         except asyncio.CancelledError:
             call.add_done_callback(drop_result)
             raise
+        finally:
+            # Its error refers to this call, and so to the env.
+            del call
 
     async def _in_pool(self, work: Callable[..., Any], *args: Any) -> Any:
         """One piece of work on images: not in the env's thread, of which there may be a thousand."""
@@ -371,12 +376,8 @@ class EnvSession:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            late = self._late()
-            if await ENVS.replace_if_blocked():
-                late = _DeadlineError(
-                    f"{late}; an env blocks the event loop of all async envs: make its method plain, not async"
-                )
-            raise late from error
+            hint = "; an env blocks the event loop of all async envs: make its method plain, not async"
+            raise _DeadlineError(f"{self._late()}{hint * await ENVS.replace_if_blocked()}") from error
         except RetryTurn as error:
             if may_reject:
                 raise
@@ -397,22 +398,25 @@ class EnvSession:
         Its plain ``close`` is queued in its thread, behind a call that may hang, and not awaited. With ``wait``, an async one is
         awaited, unless its loop is blocked.
         """
-        env, self._env = self._env, None
-        if self._thread is not None and not (env is not None and inspect.iscoroutinefunction(env.close)):
-            self._thread.submit(_close_late, self._built)  # also after a constructor that is still running
-        elif env is not None:
-            closing = asyncio.create_task(self._close_async(env))
+        closes_async = self._env is not None and inspect.iscoroutinefunction(self._env.close)
+        self._env = None
+        if closes_async:
+            closing = asyncio.create_task(self._close_async([*self._built]))
             _CLOSING.add(closing)
             closing.add_done_callback(_CLOSING.discard)
             if wait and self._loop is ENVS.current():
                 await closing
+        elif self._thread is not None:
+            self._thread.submit(_close_late, self._built)  # also after a constructor that is still running
         await self.close()
 
-    async def _close_async(self, env: Env) -> None:
+    async def _close_async(self, built: list[Env]) -> None:
         try:
-            await self._call(env.close)
+            await self._call(built[0].close)
         except Exception:
             self.counts["close_errors"] += 1
+        finally:
+            DaemonExecutor().submit(built.clear)
 
 
 @contextmanager
@@ -433,11 +437,8 @@ def _close_late(built: list[Env]) -> None:
 
 
 def _number(what: str, value: Any) -> float:
-    """``value`` as a finite float.
-
-    Raises an error of ``what`` and the value: EnvContractError for what is no number; EnvError for NaN and infinity, which a
-    response may have led to ("nan"), and must not end the run.
-    """
+    """``value`` as a finite float. Raises EnvContractError for what is no number; EnvError for NaN and infinity, which a response
+    may have led to ("nan"), and must not end the run."""
     try:
         number = None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
