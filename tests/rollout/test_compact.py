@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -168,6 +169,29 @@ def test_an_error_of_the_users_policy_fails_the_episode_with_its_line(error: Bas
 
     trajectory = play(Screens, ["a", "b"], fails)
     assert trajectory.failed and "mine" in trajectory.error and "test_compact.py" in trajectory.error
+
+
+def test_a_policy_that_hangs_and_ignores_its_end_fails_the_episode():
+    config = Rollout(max_turns=8, max_tokens=400, max_response_tokens=60)
+
+    async def hangs(messages, asker):
+        loop.config = replace(config, env_timeout=0.05)
+        # Of which the time does not count.
+        await asker.ask([{"role": "user", "content": REQUEST}])
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+        await asyncio.sleep(3600)
+
+    async def response(request, turn):
+        await asyncio.sleep(0.2 * (turn == 1))
+        return "a"
+
+    engine = ScriptedEngine(response, renderer())
+    loop = AskingLoop(resolve_env(Screens), engine, renderer(), new_store(), config, 0, hangs)
+    trajectory = asyncio.run(loop.play(a_task("Count."), "g", "g/0"))
+    assert trajectory.ending == "error"
+    assert trajectory.error == "rollout.history: no answer in 0.05 s (rollout.env_timeout)"
+    assert [turn.asked for turn in trajectory.turns] == [False, True]
 
 
 def test_concat_is_refused():

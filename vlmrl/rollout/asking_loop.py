@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from vlmrl.rollout.turn_loop import Episode, TurnLoop
 from vlmrl.types import Message, Turn
 from vlmrl.utils.threads import await_user_code
 from vlmrl.utils.users_line import describe_error
+from vlmrl.utils.work_pool import abandonable
 
 
 class Asking(Append):
@@ -66,13 +68,27 @@ class AskingLoop(TurnLoop):
         return episode.recorder.branching(len(trajectory.turns) - 1, prompt) if prompt.length < limit else None
 
     async def _rewritten(self, messages: Messages, asker: Asker) -> Messages:
+        """What the policy makes of ``messages``. Each part of it between responses has `rollout.env_timeout` seconds."""
         assert self.history_policy is not None
+
+        async def ask(shown: Messages) -> str:
+            deadline.reschedule(None)
+            try:
+                return await asker.ask(shown)
+            finally:
+                deadline.reschedule(asyncio.get_running_loop().time() + self.config.env_timeout)
+
+        deadline = asyncio.timeout(self.config.env_timeout)
         try:
-            return copied(list(await await_user_code(self.history_policy(copied(messages), asker))))
+            async with deadline:
+                rewriting = await_user_code(self.history_policy(copied(messages), replace(asker, ask=ask)))
+                # It may ignore that it is cancelled.
+                return copied(list(await abandonable(rewriting)))
         except (EnvError, EngineError, EpisodeLimitError):
             raise
         except Exception as error:
-            raise EnvError(f"rollout.history: {describe_error(error)}") from error
+            late = f"no answer in {self.config.env_timeout:g} s (rollout.env_timeout)"
+            raise EnvError(f"rollout.history: {late if deadline.expired() else describe_error(error)}") from error
 
     async def _ask(self, episode: Episode, messages: Messages) -> str:
         """The response to ``messages`` after the last turn, as a turn that the env does not get.
