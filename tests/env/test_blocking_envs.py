@@ -119,43 +119,58 @@ class Deleted(Env):
 
 
 class DeletedAsync(Deleted):
+    async def step(self, response_text: str) -> Step:  # type: ignore[override]
+        return super().step(response_text)
+
     async def close(self) -> None:  # type: ignore[override]
-        pass
+        raise OSError("the simulator is gone")
 
 
-async def step(session: EnvSession, response: str) -> None:
-    with suppress(EnvError, RetryTurn):
-        await session.step(response)
+class NeverBuilt(Deleted):
+    def __init__(self, task: Any) -> None:
+        super().__init__(task)
+        raise OSError("no simulator")
 
 
-@pytest.mark.parametrize("env", [Deleted, DeletedAsync])
-@pytest.mark.parametrize("response", ["play", "raise", "reject", "hang", "stop"])
+async def play_once(session: EnvSession, response: str) -> None:
+    """One step, which a stop of the run may cancel."""
+    try:
+        with suppress(EnvError, RetryTurn):
+            await session.start()
+            await session.step(response)
+    except asyncio.CancelledError:
+        await session.abandon()
+    await session.close()
+
+
+@pytest.mark.parametrize(
+    ("env", "response"),
+    [
+        *((Deleted, response) for response in ("play", "raise", "reject", "hang", "stop")),
+        *((DeletedAsync, response) for response in ("play", "raise", "reject")),
+        (NeverBuilt, "play"),
+    ],
+)
 async def test_an_env_is_deleted_in_no_thread_that_others_need(env: type[Deleted], response: str):
     env.threads, env.begun, env.release = [], threading.Event(), threading.Event()
     session = session_of(env)
-    await session.start()
     if response == "hang":
         session._timeout = 0.1
     # What refers to itself is deleted by the collection below, in this thread.
     gc.disable()
     try:
-        stepping = asyncio.create_task(step(session, "hang" if response == "stop" else response))
-        # As by a stop of the run.
+        playing = asyncio.create_task(play_once(session, "hang" if response == "stop" else response))
         if response == "stop":
             assert await asyncio.to_thread(env.begun.wait, 600)
-            stepping.cancel()
-        with suppress(asyncio.CancelledError):
-            await stepping
-        del stepping
-        if response == "stop":
-            await session.abandon()
-        await session.close()
-        del session
+            playing.cancel()
+        await playing
         env.release.set()
-        while not env.threads:
-            await asyncio.sleep(0.01)
-            gc.collect()
+        assert session.thread_free is not None
+        await asyncio.wrap_future(session.thread_free)
+        del session, playing
+        gc.collect()
+        await asyncio.sleep(0)
     finally:
         env.release.set()
         gc.enable()
-    assert env.threads[0].startswith(("vlmrl-env-", "vlmrl-call-"))
+    assert env.threads and all(name.startswith(("vlmrl-env-", "vlmrl-call-")) for name in env.threads)

@@ -98,6 +98,20 @@ def test_rows_go_on_in_a_folder_that_was_moved_to_another_disk_with_a_link_in_it
         assert [row["step"] for row in log.rows()] == [3]
 
 
+def test_no_row_goes_to_a_later_run_that_has_the_name_of_the_folder(tmp_path):
+    """As the earlier run's rows go on in its renamed folder, which is deleted then."""
+    folder = tmp_path / "run"
+    with RunLog(folder) as log:
+        log.log(1, {"reward/mean": 0.5})
+        folder.rename(tmp_path / "run.1")
+        with RunLog(folder) as later:
+            later.log(1, {"reward/mean": 0.25})
+            shutil.rmtree(tmp_path / "run.1")
+            log.log(2, {})
+            later.log(2, {})
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2]
+
+
 def test_a_file_that_is_first_written_after_its_folder_was_moved_is_in_a_new_folder(tmp_path):
     with RunLog(tmp_path / "run") as log:
         log.log(1, {})

@@ -12,6 +12,7 @@ from functools import partial
 from operator import itemgetter
 
 import pytest
+from testing.clocks import pass_time
 from testing.episodes import a_task, decoded, image, new_store, renderer, script
 
 from vlmrl import Env, obs
@@ -172,26 +173,35 @@ def test_an_error_of_the_users_policy_fails_the_episode_with_its_line(error: Bas
 
 
 def test_a_policy_that_hangs_and_ignores_its_end_fails_the_episode():
-    config = Rollout(max_turns=8, max_tokens=400, max_response_tokens=60)
+    """The time of its requests does not count, although one ends before the other."""
+    first_ended, both_ended, numbers = asyncio.Event(), asyncio.Event(), itertools.count(1)
 
     async def hangs(messages, asker):
-        loop.config = replace(config, env_timeout=0.05)
-        # Of which the time does not count.
-        await asker.ask([{"role": "user", "content": REQUEST}])
+        async def ask():
+            await asker.ask([{"role": "user", "content": REQUEST}])
+            first_ended.set()
+
+        await asyncio.gather(ask(), ask())
+        both_ended.set()
         with suppress(asyncio.CancelledError):
-            await asyncio.sleep(3600)
-        await asyncio.sleep(3600)
+            pass_time(asyncio.get_running_loop(), 40.0)
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
 
     async def response(request, turn):
-        await asyncio.sleep(0.2 * (turn == 1))
+        if turn and next(numbers) == 2:
+            await first_ended.wait()
+            pass_time(asyncio.get_running_loop(), 40.0)
+            await asyncio.sleep(30.0)
         return "a"
 
+    limits = Rollout(max_turns=8, max_tokens=400, max_response_tokens=60, env_timeout=20.0)
     engine = ScriptedEngine(response, renderer())
-    loop = AskingLoop(resolve_env(Screens), engine, renderer(), new_store(), config, 0, hangs)
+    loop = AskingLoop(resolve_env(Screens), engine, renderer(), new_store(), limits, 0, hangs)
     trajectory = asyncio.run(loop.play(a_task("Count."), "g", "g/0"))
     assert trajectory.ending == "error"
-    assert trajectory.error == "rollout.history: no answer in 0.05 s (rollout.env_timeout)"
-    assert [turn.asked for turn in trajectory.turns] == [False, True]
+    assert trajectory.error == "rollout.history: no answer in 20 s (rollout.env_timeout)"
+    assert both_ended.is_set() and [turn.asked for turn in trajectory.turns] == [False, True, True]
 
 
 def test_concat_is_refused():

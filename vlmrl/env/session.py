@@ -27,7 +27,7 @@ from vlmrl.multimodal.images import copy_on_write
 from vlmrl.types import TRUNCATED, Message, Task
 from vlmrl.utils.threads import DaemonExecutor, DaemonPool, LoopThread, drop_result, run_awake
 from vlmrl.utils.user_loop import UserLoop
-from vlmrl.utils.users_line import defined_at, describe_error
+from vlmrl.utils.users_line import clear_frames, defined_at, describe_error
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
 
@@ -161,32 +161,34 @@ class EnvSession:
         try:
             if self._env is not None:
                 await self._call(self._env.close)
-        except Exception:
+        except Exception as error:
+            clear_frames(error)
             self.counts["close_errors"] += 1
         finally:
-            self._env = None
-            if self._thread is not None:
+            thread, self._thread, self._env = self._thread, None, None
+            if thread is not None:
                 # Behind a call that may go on. The env is deleted there: `__del__` may block.
-                self.thread_free = self._thread.submit(self._built.clear)
-                self._thread.close()
-            self._thread = None
+                self.thread_free = thread.submit(self._built.clear)
+                thread.close()
 
     async def _with_retries(self, attempt: Callable[[], Any]) -> Any:
         for retries_left in reversed(range(self._max_retries + 1)):
             try:
                 return await attempt()
-            except (RetryTurn, EnvContractError, EnvError):
-                raise
-            except Exception as error:
+            except BaseException as error:
+                clear_frames(error)  # they refer to the env, which is to be deleted in its own thread
+                if isinstance(error, RetryTurn | EnvContractError | EnvError) or not isinstance(error, Exception):
+                    raise
                 late = isinstance(error, _DeadlineError)
+                self.counts["timeouts" if late else "errors"] += 1
                 reason = str(error) if late else describe_error(error)
-            # The error is gone: it referred to the env.
-            self.counts["timeouts" if late else "errors"] += 1
-            replayable = self._env is None or self._env.replayable
-            await self.abandon(wait=True)
-            if retries_left == 0 or not replayable:
-                raise EnvError(f"env {self._spec.name}, task {self._task.id}, turn {self._turn}: {reason}")
-            self.counts["retries"] += 1
+                replayable = self._env is None or self._env.replayable
+                await self.abandon(wait=True)
+                if retries_left == 0 or not replayable:
+                    raise EnvError(
+                        f"env {self._spec.name}, task {self._task.id}, turn {self._turn}: {reason}"
+                    ) from error
+                self.counts["retries"] += 1
         raise AssertionError("unreachable")
 
     async def _open(self) -> list[Message] | None:
@@ -338,6 +340,9 @@ class EnvSession:
             began = time.thread_time()
             try:
                 return function(*args)
+            except BaseException as error:
+                clear_frames(error)  # those of a constructor refer to an env that nobody else has
+                raise
             finally:
                 self.cpu_seconds += time.thread_time() - began
 
@@ -348,9 +353,6 @@ class EnvSession:
         except asyncio.CancelledError:
             call.add_done_callback(drop_result)
             raise
-        finally:
-            # Its error refers to this call, and so to the env.
-            del call
 
     async def _in_pool(self, work: Callable[..., Any], *args: Any) -> Any:
         """One piece of work on images: not in the env's thread, of which there may be a thousand."""
@@ -413,7 +415,8 @@ class EnvSession:
     async def _close_async(self, built: list[Env]) -> None:
         try:
             await self._call(built[0].close)
-        except Exception:
+        except Exception as error:
+            clear_frames(error)
             self.counts["close_errors"] += 1
         finally:
             DaemonExecutor().submit(built.clear)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
@@ -41,6 +40,7 @@ from vlmrl.utils.http_server import BODY_SECONDS, BodyError, drop_rest, names_th
 from vlmrl.utils.require import MOST_NUMBER
 from vlmrl.utils.terminal import printable_log
 from vlmrl.utils.tokens import is_loopback
+from vlmrl.utils.users_line import clear_frames
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ class GatewayApp:
             self.counts[_name_of(error)] += 1
             with suppress(ClientLeftError):
                 await exchange.error(error, _retry_headers(error))
-            _clear_frames(error)
+            clear_frames(error)
         except ClientLeftError:
             self.counts["client_left"] += 1
         await drop_rest(request)
@@ -385,14 +385,6 @@ class GatewayApp:
         "GET /models": _models,
         "POST /reward": _reward,
     }
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Clear the variables of the calls that raised an error. A future and its error refer to each other, and so to the calls: a
-    refused request would stay in memory until Python looks for such circles."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _fail(episode: AgentEpisode, reason: str) -> None:

@@ -127,12 +127,15 @@ class RunLog:
                 raise
 
     def _file(self, name: str) -> FileIO:
-        """The file that has this name now: an editor puts another one in its place. If the folder was renamed, the open file, unless
-        it was deleted: between two disks a folder is copied and deleted, and often a link put in its place."""
+        """The file that has this name now: an editor puts another one in its place.
+
+        After the folder was renamed it is the open file. Once that is deleted, it is the copy of it in the folder's place: to move a
+        folder to another disk is to copy and delete it.
+        """
         path, earlier = self.folder / name, self._open.get(name)
         if earlier is not None:
-            is_renamed = not _is(self.folder, self._folder_stat) and _has_name(earlier)
-            if is_renamed or _is(path, earlier.fileno()):
+            is_moved = not _is(self.folder, self._folder_stat)
+            if _is(path, earlier.fileno()) or (is_moved and (_has_name(earlier) or _is_of_another_run(path, earlier))):
                 return earlier
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b", buffering=0)
@@ -180,6 +183,15 @@ def _has_name(file: FileIO) -> bool:
     with suppress(OSError):  # as NFS raises for one that another machine has deleted
         return os.fstat(file.fileno()).st_nlink > 0
     return False
+
+
+def _is_of_another_run(path: Path, file: FileIO) -> bool:
+    """Whether the file at ``path`` begins otherwise than the open one: a later run may have the folder's name."""
+    if not path.exists():
+        return False
+    with path.open("rb") as other:
+        found, own = other.read(4096), os.pread(file.fileno(), 4096, 0)
+    return not (found.startswith(own) or own.startswith(found))
 
 
 def _write_all(file: FileIO, data: bytes) -> None:

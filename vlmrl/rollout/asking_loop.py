@@ -68,15 +68,20 @@ class AskingLoop(TurnLoop):
         return episode.recorder.branching(len(trajectory.turns) - 1, prompt) if prompt.length < limit else None
 
     async def _rewritten(self, messages: Messages, asker: Asker) -> Messages:
-        """What the policy makes of ``messages``. Each part of it between responses has `rollout.env_timeout` seconds."""
+        """What the policy makes of ``messages``. It may take `rollout.env_timeout` seconds until it asks, and after each response."""
         assert self.history_policy is not None
+        asking = 0
 
         async def ask(shown: Messages) -> str:
+            nonlocal asking
+            asking += 1
             deadline.reschedule(None)
             try:
                 return await asker.ask(shown)
             finally:
-                deadline.reschedule(asyncio.get_running_loop().time() + self.config.env_timeout)
+                asking -= 1
+                if not asking:
+                    deadline.reschedule(asyncio.get_running_loop().time() + self.config.env_timeout)
 
         deadline = asyncio.timeout(self.config.env_timeout)
         try:

@@ -1,4 +1,4 @@
-"""Finds the line of the user's own code that raised an error."""
+"""Finds the line of the user's own code that raised an error, and releases what an error holds."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ def describe_error(error: BaseException) -> str:
     """The error and the user's line that raised it: ``"KeyError: 'level' (env.py, line 21, in step)"``."""
     place = users_line(error)
     return f"{type(error).__name__}: {text_of(error)}" + (f" ({place})" if place else "")
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Clear the variables of the calls that raised an error and its causes. A future and its error refer to each other, and so to the
+    calls: what those hold, such as an env or a request, would stay until Python looks for such circles, in any thread."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def text_of(error: BaseException) -> str:
