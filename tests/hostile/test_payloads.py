@@ -292,9 +292,7 @@ def test_hostile_responses_to_a_judge(hostile):
         inside = shown["text"].removeprefix("<conversation>\n[assistant]\n").removesuffix("\n</conversation>").lower()
         for tag in ("<conversation>", "</conversation>", "<reference>", "</reference>", "<score>", "</score>"):
             assert tag not in inside
-        assert inside.count("[user]") == inside.count("\\[user]") and inside.count("[assistant]") == inside.count(
-            "\\[assistant]"
-        )
+        assert "[user]" not in inside and "[assistant]" not in inside
 
 
 @pytest.mark.parametrize("count", [1, 1000])

@@ -141,7 +141,7 @@ def _unread(rows: Rows, columns: Mapping[str, list[str]]) -> str:
         messages = [message for cell in cells if is_list or not isinstance(cell, str) for message in _parsed(cell)]
     except (RowError, ValueError, RecursionError):  # a bad row, which is named when it is read
         messages = []
-    used = {"functions", "responses"}.union(sources, *columns.values())
+    used = {"functions", "responses", "last_response_cut"}.union(sources, *columns.values())
     found = {
         "columns": [name for name in rows.columns if name not in used],
         "fields of messages": list(
@@ -176,14 +176,16 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, list[str]], turns:
             raise RowError(
                 "unreadable", f"message {place}: its weight must be 0 or 1, but it is {weights[place]!r:.50}."
             )
-    is_cut = row.get("cut") is True
-    if is_cut and not any(messages[responses[-1]].get(key) for key in ("content", "tool_calls")):
+    is_cut = row.get("last_response_cut") is True and not row.get("responses")
+    last = messages[responses[-1]]
+    if is_cut and not any(str(last.get(key) or "").strip() for key in ("content", "tool_calls", *REASONING)):
         weights[responses[-1]] = 0
     first = responses[-1] if turns == "last" else first
     trained = [weights[place] != 0 and place >= first for place in responses]
     if not any(trained):
         raise RowError(
-            "untrained", "no response has a loss: the weights of all of them are 0, or all are in the prompt."
+            "untrained",
+            "no response has a loss: the weights of all are 0, all are in the prompt, or the only one was cut before its text.",
         )
     try:
         row_images.set_column(given("images"))

@@ -34,13 +34,13 @@ SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 MARKUP = re.compile(
     r"<(?=[\s/]*(?:conversation|reference|score)\b)|\[(?=\s*(?:system|developer|user|assistant|tool)\s*\])"
-    r"|<(?=[|\uff5c][^\s<>]*>|[^\s<>]*[|\uff5c]>|/?(?:s|bos|eos|pad|image|(?:start|end)_of_\w+)>)"
-    r"|\[(?=/?(?-i:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|IMG)\])",
+    r"|<(?=[|\uff5c][^\s<>|\uff5c]+[|\uff5c]?>|[^\s<>|\uff5c]+[|\uff5c]>|/?(?:s|bos|eos|pad|image|(?:start|end)_of_\w+)>)"
+    r"|\[(?=/?(?-i:INST|THINK|ARGS|IMG|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(?:CALLS|RESULTS|CONTENT))\]|\|\w+\|\])",
     re.IGNORECASE,
 )
 """The first character of what only this module may write: the prompt's tags, and the headings of its messages. Also that of control
 tokens: servers encode the text of a request with its chat template, so that ``<|im_start|>user`` in it would begin a message."""
-ESCAPES = {"<": "&lt;", "[": "\\["}
+ESCAPES = {"<": "&lt;", "[": "&#91;"}
 MOST_BYTES = 8 * 2**20  # of one response
 VERDICT_BYTES = 500  # that a verdict takes with its key, beside its text
 KEPT_BYTES = 256 * 2**20  # of the verdicts that are kept
@@ -203,7 +203,7 @@ def _as_one_message(conversation: Sequence[Message], reference: str) -> list[dic
     """The parts of one message that quotes a conversation, so that the judge takes no role in it for its own.
 
     A tag, a heading or a control token that the conversation or the reference contains is escaped: ``&lt;/conversation>``,
-    ``\\[user]``, ``&lt;|im_end|>``.
+    ``&#91;user]``, ``&lt;|im_end|>``.
     """
     parts: list[dict[str, Any]] = [text_part("<conversation>")]
     for message in conversation:

@@ -4,9 +4,10 @@ A row is a conversation with what it earned. `datasets.load_dataset("json", data
 
     {"id": "collect/00007/01", "task": 7, "messages": [{"role": "user", "content": [{"type": "image", "image": "images/3fa9.png"},
      {"type": "text", "text": "Which?"}]}, {"role": "assistant", "content": "A"}], "tools": null, "reward": 1.0, "metrics": {},
-     "ending": "env_done", "model": "runs/zoom", "responses": [{"message": 1, "token_ids": [32, 7], "logprobs": [-0.1, -0.0]}]}
+     "ending": "env_done", "model": "runs/zoom", "last_response_cut": false,
+     "responses": [{"message": 1, "token_ids": [32, 7], "logprobs": [-0.1, -0.0]}]}
 
-``responses`` are those that were sampled with token ids: not by an API. ``"cut": true`` if a length limit cut the last response.
+``responses`` are those that were sampled with token ids: not by an API. A length limit may have cut the last response.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def episode_row(trajectory: Trajectory, model: str) -> dict[str, Any]:
         "metrics": plain({**trajectory.metrics, **metrics}),
         "ending": trajectory.ending,
         "model": model,
+        "last_response_cut": trajectory.turns[-1].stop_reason == "length",
     }
-    row |= {"cut": True} if trajectory.turns[-1].stop_reason == "length" else {}
     return row | ({"responses": responses} if responses else {})
 
 

@@ -87,9 +87,10 @@ def train_config(
     training = thread.submit(lambda: run_training(resolved, resume=resume, stop=stop, on_row=on_row))
     try:
         with _raised_interrupts(), stop_on_signals(stop, GRACE_SECONDS, _ending_signals()):
-            while not training.done():
+            is_done = False
+            while not is_done:
                 try:
-                    wait([training], SIGNAL_SECONDS)
+                    is_done = bool(wait([training], SIGNAL_SECONDS).done)
                 except KeyboardInterrupt:
                     if stop.number is not None:
                         raise

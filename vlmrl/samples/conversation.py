@@ -60,6 +60,8 @@ def render_conversation(task: Task, renderer: Renderer, max_tokens: float = math
     cut = len(task.data["trained"]) - 1 if task.data.get("is_cut") else None
     for row in rows:
         for number, rendered in list(row.responses.items()):
+            if number == cut and len(rendered) == 1:
+                raise RowError("untrained", f"response {number} was cut before a text that the chat template writes.")
             ids = task.data["sampled"].get(number, rendered[:-1] if number == cut else rendered)
             end = [] if _writes_the_same(renderer, ids, rendered) else rendered[-1:]  # the policy did not sample it
             if end and not _writes_the_same(renderer, ids, rendered[:-1]):
