@@ -1,6 +1,7 @@
 """`vlmrl reproduce` on a recipe of one step, in processes of its own as users run it, and what it refuses."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -105,3 +106,25 @@ def test_the_usual_controls_are_those_that_the_recipe_can_have(folder, monkeypat
     with pytest.raises(SystemExit):
         reproduce(monkeypatch, "--seeds", "0", *options)
     assert planned == titles
+
+
+@pytest.mark.parametrize("edited", ["recipe.py", "score.py", "say_scale.py"])
+def test_code_that_is_edited_meanwhile_is_an_error_before_the_next_run(folder, monkeypatch, edited):
+    """Each run reads the recipe again: those after the edit had other settings, and were averaged with those before it."""
+    recipe = folder / "recipe.py"
+    recipe.write_text(recipe.read_text().replace("reward=reward", 'reward="score.py:reward"'))
+    (folder / "score.py").write_text("from say_scale import SCALE\n\n\ndef reward(text, task):\n    return SCALE\n")
+    (folder / "say_scale.py").write_text("SCALE = 1.0\n")
+    monkeypatch.delitem(sys.modules, "say_scale", raising=False)  # that of another case
+    launched = []
+
+    def launch(arguments):
+        launched.append(arguments[0])
+        path = folder / edited
+        path.write_text(path.read_text() + "# edited\n")
+        return 0 if len(launched) < 3 else 1
+
+    monkeypatch.setattr("vlmrl.run.reproduction.launch_process", launch)
+    with pytest.raises(SystemExit, match=rf"{re.escape(edited)} has changed since the start"):
+        reproduce(monkeypatch, "--seeds", "0", "1")
+    assert launched == ["train"]

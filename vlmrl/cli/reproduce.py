@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from vlmrl.cli.recipe import Recipe, RecipeOptions, RecipePath, parse
-from vlmrl.config import Config
+from vlmrl.config import Config, resolve_config
 from vlmrl.utils.require import require
 
 
@@ -74,6 +74,8 @@ def run_reproduction(recipe: str, config: Config, chosen: ReproduceOptions, sett
     if "shuffled" in controls:
         # What the recipe cannot have is refused here, not after its seeds are trained.
         replace(config, train=replace(config.train, shuffle_rewards=True))
+    # Loads the code that the runs load, so that changes of it are noticed.
+    resolve_config(config, Path(recipe).resolve().parent)
     folder = chosen.output_dir / f"{config.name}-{settings_digest(config)}"
     experiments = plan_experiments(recipe, settings, config, folder, chosen.seeds, controls)
     try:

@@ -326,6 +326,15 @@ def forget_changed_files() -> None:
             sys.modules.pop(name, None)
 
 
+def code_files() -> dict[Path, bytes]:
+    """A hash of each file that :func:`load_object` has executed, and of what they have imported from their own folders."""
+    folders = {path.parent for path, _ in _executed.values()}
+    modules = [vars(module).get("__file__") for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    paths = [Path(file) for file in modules if isinstance(file, str) and "site-packages" not in file]
+    own = [path for path in paths if not folders.isdisjoint(path.parents) and path.is_file()]
+    return {path: _digest(path.read_bytes()) for path in own}
+
+
 def _load_module(name: str, spec: str) -> ModuleType:
     if "/" in name or "\\" in name:
         raise ValueError(f"{spec!r}: a path to a Python file ends in .py, and {name!r} does not")

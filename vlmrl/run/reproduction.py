@@ -7,11 +7,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlmrl.config import Config
+from vlmrl.config.code import code_files
 from vlmrl.report.records import plain
 from vlmrl.report.results import RunResult
 from vlmrl.report.run_log import read_rows
@@ -103,11 +104,14 @@ def reproduce(experiments: Sequence[Experiment], launch: Launch, say: Callable[[
     """Run what is not finished. Returns the results of all.
 
     Raises:
-        ExperimentError: a command ended with an error. Calling this again continues with it.
+        ExperimentError: a command ended with an error, or code that is loaded has changed since the start: the commands, which load it
+            again, would not be those of one recipe. Calling this again continues with it.
     """
+    code = code_files()
     for number, experiment in enumerate(experiments, start=1):
         name = experiment.run.name
         for arguments in _unfinished(experiment):
+            _check_unchanged(code, name)
             say(f"{name} ({number} of {len(experiments)}): vlmrl {' '.join(arguments)}")
             status = launch(arguments)
             if status in (130, 143):
@@ -118,6 +122,15 @@ def reproduce(experiments: Sequence[Experiment], launch: Launch, say: Callable[[
                     "the command to continue."
                 )
     return [experiment.result() for experiment in experiments]
+
+
+def _check_unchanged(code: Mapping[Path, bytes], name: str) -> None:
+    now = code_files()
+    if (edited := next((path for path in code if now.get(path) != code[path]), None)) is not None:
+        raise ExperimentError(
+            f"{name} is not continued: {edited} has changed since the start, so that this run and those before it would not be of "
+            "the same code. Undo the change, or keep it and delete the finished runs that it concerns, and repeat the command."
+        )
 
 
 def _unfinished(experiment: Experiment) -> Iterator[list[str]]:
