@@ -59,6 +59,21 @@ def test_a_link_in_an_archive_leads_to_no_file_of_this_machine(from_hub, tmp_pat
             load_rows(str(from_hub), "train")
 
 
+def test_a_hard_link_in_an_archive_leads_to_no_file_of_this_machine(from_hub, tmp_path):
+    """datasets checks it from its own folder, and tarfile makes it from the root of the archive: the file was read as rows, and what
+    had the link's name after it was written into the file."""
+    (folder := tmp_path.joinpath(*"abcdefgh")).mkdir(parents=True)
+    (private := folder / "private.jsonl").write_text(json.dumps(ROW))
+    name, up = f"{str(folder)[1:]}/rows.jsonl", "../" * len(folder.parts[1:])
+    with tarfile.open(from_hub / "train.jsonl", "w") as archive:
+        add(archive, name, tarfile.LNKTYPE, f"{up}{str(private)[1:]}")
+        add(archive, name, content=json.dumps(ROW | {"answer": "other"}).encode())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"archive .*train\.jsonl must hold .* in it is a link"):
+            load_rows(str(from_hub), "train")
+    assert private.read_text() == json.dumps(ROW)
+
+
 def test_a_pipe_in_an_archive_is_not_read(from_hub):
     """Reading it waited for ever. What was unpacked before it does not count as the whole dataset the next time."""
     with tarfile.open(from_hub / "train.jsonl", "w") as archive:
@@ -147,6 +162,27 @@ def test_values_of_the_json_of_a_webdataset_stay_as_they_are_written(from_hub, a
     rows = list(load_rows(str(from_hub), "train"))
     assert [row["meta.json"] for row in rows] == [{"answer": answer} for answer in answers]
     assert len(load_rows(str(from_hub), "train[:2]")) == 2
+
+
+@pytest.mark.parametrize("has_types", [False, True])
+def test_a_file_of_the_working_directory_takes_the_place_of_no_image_in_a_webdataset(
+    from_hub, tmp_path, monkeypatch, has_types
+):
+    """datasets wrote the name into its cache in place of the image: another run read what was there, or found nothing."""
+    (here := tmp_path / "here").mkdir()
+    (here / "0.png").write_bytes(png(99))
+    with tarfile.open(from_hub / "train-0.tar", "w") as archive:
+        add(archive, "0.png", content=png(7))
+        add(archive, "0.answer.txt", content=b"x")
+    if has_types:
+        (from_hub / "README.md").write_text(
+            DECLARED.replace("name: image", "name: png").replace("name: answer", "name: answer.txt")
+        )
+    for folder in (here, tmp_path):
+        monkeypatch.chdir(folder)
+        (row,) = rows = load_rows(str(from_hub), "train")
+        assert red(row | {"image": row["png"]}) == 7
+        assert row["answer.txt"] == "x" and rows.declares_images("png")
 
 
 LOAD = """

@@ -29,7 +29,10 @@ class RegularTar(TarExtractor):
 
 def _regular(archive: tarfile.TarFile, path: Path | str) -> Iterator[tarfile.TarInfo]:
     for member in archive:
-        if not (member.isfile() or member.isdir() or member.islnk()):
+        # `tarfile` makes a hard link from the archive's root, while `safemembers` checks it from the link's folder.
+        to = Path(member.linkname)
+        is_own = member.islnk() and not to.is_absolute() and ".." not in to.parts
+        if not (member.isfile() or member.isdir() or is_own):
             raise ValueError(
                 f"the dataset's archive {path} must hold regular files and folders alone, but {member.name[:200]!r} in it is a link, "
                 "a pipe or a device: unpack it yourself, and set data.path to the folder."

@@ -74,8 +74,8 @@ def _load(name: tuple[str, ...], split: str) -> hf.Dataset:
         return _load((_downloaded(name[0], builder.hash), *name[1:]), split)
     own = builder.config.data_files or {}
     names = {kind.__name__ for kind in type(builder).__mro__}
-    if "WebDataset" in names and not _declares_types(name, builder):
-        return hf.load_dataset(*name, split=split, features=_types_of_samples(name, split))
+    if "WebDataset" in names:
+        return _load_samples(name, split, builder.info.features if _declares_types(name, builder) else None)
     if "ImageFolder" in names:
         return _load_hub_images(name, split, own, _declares_types(name, builder))
     kind = next((name.lower() for name in ("Json", "Csv", "Parquet") if name in names), "")
@@ -146,11 +146,22 @@ def _with_files(folders: Mapping[str, str], table: pa.Table) -> pa.Table:
     return pa.table(columns, schema=table.schema)
 
 
-def _types_of_samples(name: tuple[str, ...], split: str) -> hf.Features | None:
+def _load_samples(name: tuple[str, ...], split: str, declared: hf.Features | None) -> hf.Dataset:
+    """A WebDataset. Its images are read as bytes: in place of one whose name a file of the working directory has, too, ``datasets``
+    would keep the name alone."""
+    types = declared or _types_of_samples(name, split)
+    images = {field: kind for field, kind in types.items() if isinstance(kind, hf.Image)}
+    read = hf.Features({**types, **dict.fromkeys(images, hf.Value("binary"))})
+    rows = hf.load_dataset(*name, split=split, features=read)
+    for field, kind in images.items():
+        rows = rows.cast_column(field, kind)
+    return rows
+
+
+def _types_of_samples(name: tuple[str, ...], split: str) -> hf.Features:
     """Of a WebDataset, with JSON as it is written: ``datasets`` gives it the types of the first five samples, and 1.5 becomes 1."""
     types = hf.load_dataset(*name, split=base_split(split), streaming=True).features
-    exact = {field: hf.Json() for field in types if field.rpartition(".")[2] == "json"}
-    return hf.Features({**types, **exact}) if exact else None
+    return hf.Features({**types, **{field: hf.Json() for field in types if field.rpartition(".")[2] == "json"}})
 
 
 def _downloaded(path: str, commit: str) -> str:
