@@ -67,6 +67,7 @@ class EnvSession:
     ) -> None:
         self._spec = spec
         self._task = task
+        self._where = f"env {spec.name}, task {task.id}"
         self._max_turns = max_turns
         self._timeout = timeout
         self._max_retries = max_retries
@@ -167,8 +168,7 @@ class EnvSession:
         finally:
             thread, self._thread, self._env = self._thread, None, None
             if thread is not None:
-                # Behind a call that may go on. The env is deleted there: `__del__` may block.
-                self.thread_free = thread.submit(self._built.clear)
+                self.thread_free = thread.submit(self._built.clear)  # after a call that goes on; `__del__` may block
                 thread.close()
 
     async def _with_retries(self, attempt: Callable[[], Any]) -> Any:
@@ -185,9 +185,7 @@ class EnvSession:
                 replayable = self._env is None or self._env.replayable
                 await self.abandon(wait=True)
                 if retries_left == 0 or not replayable:
-                    raise EnvError(
-                        f"env {self._spec.name}, task {self._task.id}, turn {self._turn}: {reason}"
-                    ) from error
+                    raise EnvError(f"{self._where}, turn {self._turn}: {reason}") from error
                 self.counts["retries"] += 1
         raise AssertionError("unreachable")
 
@@ -205,7 +203,7 @@ class EnvSession:
         messages, digest = await self._answer(env.reset, read)
         if self._start_digest not in (None, digest):
             raise EnvError(
-                f"env {self._spec.name}, task {self._task.id}: reset returned other messages in the replay. "
+                f"{self._where}: reset returned other messages in the replay. "
                 "Make it depend on the task and self.seed alone, or set replayable = False."
             )
         self._start_digest = digest
@@ -235,7 +233,7 @@ class EnvSession:
                 if REJECTED in (replayed, digest):
                     what = f"RetryTurn was raised {'only' if replayed == REJECTED else 'before, but not'} in the replay"
                 raise EnvError(
-                    f"env {self._spec.name}, task {self._task.id}, turn {turn}: {what}. Make the env depend on self.seed and the "
+                    f"{self._where}, turn {turn}: {what}. Make the env depend on self.seed and the "
                     "responses alone, or set replayable = False."
                 )
             turn += digest != REJECTED
@@ -385,8 +383,7 @@ class EnvSession:
                 raise
             name = "__init__" if method == self._build else name or method.__name__
             raise EnvError(
-                f"env {self._spec.name}, task {self._task.id}: {name} raised RetryTurn ({error}), which only step may raise: there "
-                "is no response to sample again."
+                f"{self._where}: {name} raised RetryTurn ({error}), which only step may raise: no response is to be sampled again."
             ) from error
         finally:
             self.seconds += time.perf_counter() - began
