@@ -383,7 +383,7 @@ class EnvSession:
                 raise
             name = "__init__" if method == self._build else name or method.__name__
             raise EnvError(
-                f"{self._where}: {name} raised RetryTurn ({error}), which only step may raise: no response is to be sampled again."
+                f"{self._where}: {name} raised RetryTurn ({error}), which only step may raise: there is no response to sample again."
             ) from error
         finally:
             self.seconds += time.perf_counter() - began
